@@ -49,9 +49,9 @@ from .output import KVConnectorOutput
 from .stats import KVConnectorStats, StatsCollector, TransferRecord
 
 if TYPE_CHECKING:
-    from .content import block_digests
+    from .identity.content import block_digests
     from .multi import MultiConnector
-    from .p2p import (
+    from .p2p.connector import (
         AutoConnector,
         InProcConnector,
         NIXLConnector,
@@ -63,7 +63,11 @@ if TYPE_CHECKING:
     )
 
 #: Imported at their first use, because they import the protocol and the transports.
-_LAZY = {"block_digests": ".content", "MultiConnector": ".multi", "PeerToPeerConnector": ".p2p"}
+_LAZY = {
+    "block_digests": ".identity.content",
+    "MultiConnector": ".multi",
+    "PeerToPeerConnector": ".p2p.connector",
+}
 
 __all__ = [
     "AttentionLayerConfig",
@@ -118,7 +122,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name], __name__), name)
     if name.endswith("Connector") and (scheme := built_in_schemes().get(name)) is not None:
-        from .p2p import connector_over
+        from .p2p.connector import connector_over
 
         return connector_over(scheme)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -70,7 +70,7 @@ class ModelIdentity:
 
     Peers must have equal weights, configuration and adapters. The draft model may differ: its layers are handed over only
     between nodes that have the same one. Tokenizer and chat template may differ, because each
-    prompt's tokens are compared; the consumer logs such a difference once. See `model_identity`.
+    prompt's tokens are compared; the consumer logs such a difference once. See `identity/model.py`.
 
     Attributes:
         tokenizer: If it is empty, the tokenizer is unknown and is not compared.

@@ -133,7 +133,7 @@ def _installed() -> dict[str, str]:
 
 
 def _connector_over(scheme: str) -> type[KVConnectorBase]:
-    from .p2p import connector_over
+    from .p2p.connector import connector_over
 
     return connector_over(scheme)
 

@@ -176,7 +176,7 @@ class TransferRecord:
 
 @dataclass(frozen=True)
 class HandoffEvent:
-    """Describe one thing that happened to a handoff; see `handoff_trace`.
+    """Describe one thing that happened to a handoff; see `p2p/trace.py`.
 
     Attributes:
         request_id: This node's id of the request.

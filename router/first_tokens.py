@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..connector.params import FIRST_TOKEN, IDENTITY
+from ..connector.p2p.params import FIRST_TOKEN, IDENTITY
 from ..web.json_body import object_of
 
 #: A key of ours in `kv_transfer_params`, for reference nodes.

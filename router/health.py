@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import aiohttp
 
-from ..connector.params import IDENTITY, IDENTITY_FIELDS
+from ..connector.p2p.params import IDENTITY, IDENTITY_FIELDS
 from .reading import read_whole
 from .states import Health, NodeState
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import aiohttp
 from aiohttp import web
 
-from ..connector.params import REFUSED_TO_CONTINUE
+from ..connector.p2p.params import REFUSED_TO_CONTINUE
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
 from ..web.json_body import object_of

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..connector.params import RENDEZVOUS, draw_rendezvous_name, meeting_params, prefill_chunk_of
+from ..connector.p2p.params import RENDEZVOUS, draw_rendezvous_name, meeting_params, prefill_chunk_of
 from ..web.errors import ApiError
 from ..web.json_body import object_of
 from .first_tokens import is_single_token

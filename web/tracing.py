@@ -2,7 +2,7 @@
 
 `set_up_tracing` decides once per process. Until then, and without the SDK, every span is `NO_SPAN`, which does nothing.
 The context of a trace comes and goes as W3C Trace Context: in HTTP headers, and as `traceparent` in `kv_transfer_params`
-for nodes that a proxy reaches without passing headers on. `kvferry.connector.spans` adds the spans of handoffs.
+for nodes that a proxy reaches without passing headers on. `kvferry.connector.p2p.spans` adds the spans of handoffs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Final, Self
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ..connector.params import TRACEPARENT, traceparent_of
-from ..connector.spans import (
+from ..connector.p2p.params import TRACEPARENT, traceparent_of
+from ..connector.p2p.spans import (
     active_tracer,
     context_of_traceparent,
     traceparent_of_span,

@@ -67,9 +67,8 @@ class ConsumerProtocol:
         self._planners = NodePlanners(identity.layout, rank)
         self._block_sizes = identity.layout.block_sizes
         self._loads = Loads(config.max_failed_claims, config.max_peer_ranks)
-        self._unreleased: dict[
-            str, list[RemoteOffer]
-        ] = {}  # by address; loads that ended before there was a session
+        #: By address; loads that ended before there was a session.
+        self._unreleased: dict[str, list[RemoteOffer]] = {}
 
     @property
     def loads(self) -> tuple[Load, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...transports.checked import Refused, mapping
-from ..params import RENDEZVOUS_SUPPORTED, TRACEPARENT, invalid_params, traceparent_of
+from ..p2p.params import RENDEZVOUS_SUPPORTED, TRACEPARENT, invalid_params, traceparent_of
 
 if TYPE_CHECKING:
     from ..base import ConnectorRequest, SchedulerHalf

@@ -47,9 +47,8 @@ class MultiScheduler(SchedulerHalf):
         self.children = children
         self._requests: dict[str, _Request] = {}
         self._ledger = Ledger()
-        self._orders: dict[
-            str, KVConnectorMetadata
-        ] = {}  # of children that answered before another one raised
+        #: Of children that answered before another one raised.
+        self._orders: dict[str, KVConnectorMetadata] = {}
 
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         by_rank = cast(Mapping[int, MultiHandshakeMetadata], metadata)

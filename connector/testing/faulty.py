@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...transports.registry import register_transport
-from ..p2p import PeerToPeerConnector
+from ..p2p.connector import PeerToPeerConnector
 
 register_transport("delayed", "kvferry.transports.testing.delays:DelayedTransport")
 register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport")

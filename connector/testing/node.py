@@ -168,9 +168,8 @@ class ModelFreeNode:
         self._lost_blocks: dict[str, list[int]] = {}
         self._num_steps = 0
         self._is_mid_step = False
-        self._ended: dict[
-            tuple[str, str], int
-        ] = {}  # step in which an end was reported, by direction and request
+        #: Step in which an end was reported, by direction and request.
+        self._ended: dict[tuple[str, str], int] = {}
 
     def __enter__(self) -> Self:
         return self

@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ...transports.errors import KVTransferStateError
 from ...transports.registry import create_transport
-from ..scheduler_half import HandoffScheduler
-from ..worker_half import HandoffWorker, new_epoch
+from ..p2p.scheduler import HandoffScheduler
+from ..p2p.worker import HandoffWorker, new_epoch
 from .config import (
     answer_fields,
     connector_options,

@@ -27,7 +27,7 @@ from ..kv_cache_specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from ..options import ConnectorOptions
+from ..p2p.options import ConnectorOptions
 from .identity import model_name
 
 if TYPE_CHECKING:

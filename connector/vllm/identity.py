@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelIdentity
-from ..digest_cache import DigestCache
-from ..model_identity import (
+from ..identity.digest_cache import DigestCache
+from ..identity.model import (
     WEIGHT_PATTERNS,
     chat_template_digest,
     configuration_digest,

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..handoff.events import LocalBlocks
-from ..metadata import HandoffMetadata, WorkerAddress
+from ..p2p.orders import HandoffMetadata, WorkerAddress
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ...transports.errors import ConfigurationError, KVTransferError
 from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
-from ..params import (
+from ..p2p.params import (
     IDENTITY,
     IDENTITY_FIELDS,
     REFUSED_TO_CONTINUE,
@@ -21,9 +21,9 @@ from ..params import (
     TransferWish,
     parse_transfer_params,
 )
+from ..p2p.registration import NO_FIELDS
+from ..p2p.scheduler import HandoffScheduler
 from ..planning.compatibility import answers_digest
-from ..registration import NO_FIELDS
-from ..scheduler_half import HandoffScheduler
 from .lora import adapter_identity
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
 from .sharing import SharedOffers

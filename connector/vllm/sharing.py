@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..params import TransferWish
+from ..p2p.params import TransferWish
 
 #: What identifies an offer: engine id, epoch, request id and lease number.
 _OfferName = tuple[str, int, str, int]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConnectorError
 from ..handoff.events import LocalBlocks
-from ..metadata import HandoffMetadata, OpenOrder
-from ..worker_half import HandoffWorker
+from ..p2p.orders import HandoffMetadata, OpenOrder
+from ..p2p.worker import HandoffWorker
 from .config import host_fields, kv_cache_config, require_whole_caches, state_fields
 from .memory import PoolPlacement
 from .metadata import StepMetadata, WorkerHandshake

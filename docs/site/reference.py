@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvferry.cli.main import commands_of, make_parser
 from kvferry.cli.programs import PROGRAMS
 from kvferry.connector.handoff.config import HandoffConfig
-from kvferry.connector.options import ConnectorOptions
+from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.transports.auto.transport import AutoOptions
 from kvferry.transports.checked import Refused, record
 from kvferry.transports.network import NetworkOptions

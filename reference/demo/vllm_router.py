@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...reference.demo.foreign import free_port, run_server
-from ...reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
+from .foreign import free_port, run_server
+from .launcher import LaunchedProcess, Launcher, LaunchError
 
 PROGRAM = "vllm-router"
 #: Where `make build/vllm-router` installs it, seen from the folder of the checkout.

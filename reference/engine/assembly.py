@@ -11,7 +11,7 @@ from ...connector.base import KVConnectorRole, SchedulerHalf
 from ...connector.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ...connector.factory import KVConnectorFactory
 from ...connector.kv_cache_specs import KVCacheConfig
-from ...connector.worker_half import new_epoch
+from ...connector.p2p.worker import new_epoch
 from ...runner_mixin.kv_cache import (
     KVCacheManager,
     get_request_block_hasher,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...connector.digest_cache import cache_folder
+from ...connector.identity.digest_cache import cache_folder
 from ...transports.errors import ConfigurationError
 from .progress import Elapsed, quiet_loading
 from .settings import DEFAULT_MODEL

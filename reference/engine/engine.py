@@ -32,7 +32,7 @@ _LONGEST_PAUSE_LOADING_S = 0.001
 _LONGEST_PAUSE_S = 0.005
 #: Seconds between two checks, while idle, that the worker processes still run.
 _CHECK_INTERVAL_S = 0.5
-#: Turns an offer of this node into the order to end it; see `kvferry.connector.params`.
+#: Turns an offer of this node into the order to end it; see `kvferry.connector.p2p.params`.
 _RELEASE = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
 
 

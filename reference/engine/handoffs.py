@@ -128,9 +128,8 @@ class Handoffs:
         self._connector = connector
         self._transfers: dict[str, _Transfer] = {}
         self._invalid_while_loading: set[int] = set()
-        self._step_errors: dict[
-            str, str
-        ] = {}  # what the scheduler half's hooks raised since the latest step ended
+        #: What the scheduler half's hooks raised since the latest step ended.
+        self._step_errors: dict[str, str] = {}
         self._health = _HookHealth()
         self._log = Unexpected()
 

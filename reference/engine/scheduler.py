@@ -57,9 +57,8 @@ class Scheduler:
         self._finished_ids: set[str] = set()
         self._suspects: dict[str, int] = {}  # by request: up to which token it is computed alone
         self._lost_blocks: set[str] = set()  # requests that lost their blocks since the latest plan
-        self._failed: dict[
-            str, tuple[Request, str]
-        ] = {}  # by request: failed in `plan`, still to be finished
+        #: By request: failed in `plan`, still to be finished.
+        self._failed: dict[str, tuple[Request, str]] = {}
 
     @property
     def has_work(self) -> bool:

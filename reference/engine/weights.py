@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...connector.config import ModelIdentity
-from ...connector.model_identity import (
+from ...connector.identity.model import (
     chat_template_digest,
     configuration_digest,
     find_weight_files,

@@ -51,9 +51,8 @@ class Stories:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stories: OrderedDict[str, Story] = OrderedDict()
-        self._spans: dict[
-            str, tuple[Span, float]
-        ] = {}  # of requests that run: the span, and when its phase began
+        #: Of requests that run: the span, and when its phase began.
+        self._spans: dict[str, tuple[Span, float]] = {}
 
     def begin(self, request: GenerationRequest, span: Span = NO_SPAN) -> None:
         """Begin the story of a request that arrived now.

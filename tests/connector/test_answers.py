@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import KVRole
-from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.handoff.messages import PROTOCOL_VERSION
-from kvferry.connector.metadata import OfferOrder, WorkerAddress
-from kvferry.connector.options import ConnectorOptions
+from kvferry.connector.identity.content import content_digest
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.p2p.options import ConnectorOptions
+from kvferry.connector.p2p.orders import OfferOrder, WorkerAddress
+from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.testing import CacheShape, Request, engine_config
 
 BLOCK_SIZE = 4

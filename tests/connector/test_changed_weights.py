@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config, load
-from kvferry.connector.worker_half import HandoffWorker
 
 WHY = "the weights changed"
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.connector import KVConnectorRole, KVTransferConfig, SharedMemoryConnector
 from kvferry.connector.factory import KVConnectorFactory
-from kvferry.connector.options import ConnectorOptions
-from kvferry.connector.p2p import PeerToPeerConnector
+from kvferry.connector.p2p.connector import PeerToPeerConnector
+from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvferry.connector import FullAttentionSpec, ModelConfig, ModelIdentity
-from kvferry.connector.content import block_digests, content_digest
+from kvferry.connector.identity.content import block_digests, content_digest
 from kvferry.connector.testing import Request, engine_config
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector import worker_half
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.connector.p2p import worker
 from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, HandoffConformance
 from kvferry.connector.testing.harness import node_maker
 from kvferry.connector.testing.loads import SEPARATE
@@ -311,7 +311,7 @@ def test_a_bug_of_the_simulator_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = ProducerProtocol if issubclass(bug, ProducerProtocol) else ConsumerProtocol
-    monkeypatch.setattr(worker_half, broken.__name__, bug)
+    monkeypatch.setattr(worker, broken.__name__, bug)
     with (
         pytest.raises(BrokenPromiseError) as caught,
         node_maker({"kv_connector": "inproc"}, 0.5) as make_node,

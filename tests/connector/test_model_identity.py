@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector import model_identity
-from kvferry.connector.digest_cache import DigestCache, cache_folder
-from kvferry.connector.model_identity import (
+from kvferry.connector.identity import model
+from kvferry.connector.identity.digest_cache import DigestCache, cache_folder
+from kvferry.connector.identity.model import (
     chat_template_digest,
     configuration_digest,
     find_weight_files,
@@ -49,13 +49,13 @@ def cache(tmp_path: Path) -> DigestCache:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were read, one entry per part."""
     read: list[Path] = []
-    hash_part = model_identity._hash_part
+    hash_part = model._hash_part
 
     def noted(path: Path, start: int, size: int) -> bytes:
         read.append(path)
         return hash_part(path, start, size)
 
-    monkeypatch.setattr(model_identity, "_hash_part", noted)
+    monkeypatch.setattr(model, "_hash_part", noted)
     return read
 
 
@@ -78,7 +78,7 @@ def test_every_byte_counts(weights: Path, cache: DigestCache, offset: int) -> No
 def test_parts_of_a_large_file_count_in_their_order(
     weights: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_identity, "_PART_BYTES", SIZE // 3)
+    monkeypatch.setattr(model, "_PART_BYTES", SIZE // 3)
     data = weights.read_bytes()
     whole = weights_digest([weights], cache)
     weights.write_bytes(data[SIZE // 3 :] + data[: SIZE // 3])
@@ -153,7 +153,7 @@ class TestCache:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        read_part = model_identity._hash_part
+        read_part = model._hash_part
 
         def changing(path: Path, start: int, size: int) -> bytes:
             digest = read_part(path, start, size)
@@ -161,10 +161,10 @@ class TestCache:
             os.utime(path, ns=(1, 1))
             return digest
 
-        monkeypatch.setattr(model_identity, "_hash_part", changing)
+        monkeypatch.setattr(model, "_hash_part", changing)
         first = weights_digest([weights], cache)
         assert "changed while it was hashed" in caplog.text
-        monkeypatch.setattr(model_identity, "_hash_part", read_part)
+        monkeypatch.setattr(model, "_hash_part", read_part)
         assert weights_digest([weights], cache) != first
         assert len(hashed) == 2
 
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_is_named(
 
 def test_a_file_that_becomes_shorter_is_reported(weights: Path) -> None:
     with pytest.raises(ConfigurationError, match="became shorter"):
-        model_identity._hash_part(weights, SIZE - 10, 20)
+        model._hash_part(weights, SIZE - 10, 20)
 
 
 @pytest.mark.parametrize(

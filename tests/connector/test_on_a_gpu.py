@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.computed import Mark, mark_computed
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.metadata import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
-from kvferry.connector.options import ConnectorOptions
-from kvferry.connector.registration import describe_caches
+from kvferry.connector.p2p.computed import Mark, mark_computed
+from kvferry.connector.p2p.options import ConnectorOptions
+from kvferry.connector.p2p.orders import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
+from kvferry.connector.p2p.registration import describe_caches
+from kvferry.connector.p2p.worker import RunningHandoffs
 from kvferry.connector.testing import (
     PER_LAYER,
     UNIFORM,
@@ -35,7 +36,6 @@ from kvferry.connector.testing import (
     node_maker,
     settle,
 )
-from kvferry.connector.worker_half import RunningHandoffs
 from kvferry.transports.auto import transport as auto_transport
 from kvferry.transports.regions import Pool
 from kvferry.transports.shm import SharedMemoryTransport

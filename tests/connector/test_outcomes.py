@@ -8,8 +8,8 @@ import time
 import pytest
 
 from kvferry.connector.handoff.events import GroupBlocks, LoadEnded, OfferEnded
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder
-from kvferry.connector.outcomes import Outcomes
+from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.outcomes import Outcomes
 
 BLOCKS = (GroupBlocks(0, (1, 2)),)
 FOREVER_S = 600.0

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.content import content_digest
 from kvferry.connector.errors import InvalidTransferParamsError
+from kvferry.connector.identity.content import content_digest
 from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from kvferry.connector.metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
-from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.p2p.orders import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
+from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, Step, engine_config
 
 SHAPE = CacheShape()

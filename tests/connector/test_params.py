@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
 from kvferry.connector.handoff.events import RemoteOffer
-from kvferry.connector.params import TransferWish, offer_params, parse_transfer_params
+from kvferry.connector.p2p.params import TransferWish, offer_params, parse_transfer_params
 
 OFFER = RemoteOffer("node-p", 2**62 + 1, "request-7", 3, ("shm://@a",), 18, ((4, 5, 9),))
 

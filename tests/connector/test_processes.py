@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector import worker_half
 from kvferry.connector.handoff.events import Identity
 from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
+from kvferry.connector.p2p import worker
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 
 SHAPE = CacheShape()
@@ -30,7 +30,7 @@ DEADLINE_S = 20.0
 def serve(pipe: Connection, shape: CacheShape, spoken: range, options: dict[str, Any]) -> None:
     """Run a node in its own process. It carries out the orders from the pipe, and steps in between."""
     torch.set_num_threads(1)
-    worker_half.Identity = partial(Identity, spoken=spoken)  # type: ignore[attr-defined]
+    worker.Identity = partial(Identity, spoken=spoken)  # type: ignore[attr-defined]
     config = engine_config(
         "shm", block_size=shape.block_size, engine_id="child", kv_connector_extra_config=options
     )

@@ -22,12 +22,12 @@ from kvferry.connector import (
     SlidingWindowSpec,
 )
 from kvferry.connector.config import KVRole
-from kvferry.connector.content import content_digest
 from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError, RendezvousError
 from kvferry.connector.handoff.events import GroupBlocks
-from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder, WorkerAddress
-from kvferry.connector.params import meeting_params, parse_transfer_params, rendezvous_lease
-from kvferry.connector.scheduler_half import _NEXT, HandoffScheduler, RequestState
+from kvferry.connector.identity.content import content_digest
+from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, WorkerAddress
+from kvferry.connector.p2p.params import meeting_params, parse_transfer_params, rendezvous_lease
+from kvferry.connector.p2p.scheduler import _NEXT, HandoffScheduler, RequestState
 from kvferry.connector.testing import CacheShape, Request, Step, engine_config
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 

@@ -23,9 +23,9 @@ from kvferry.connector.kv_cache_specs import (
     KVCacheTensor,
 )
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.p2p.worker import new_epoch
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.testing import Request, Step, engine_config
-from kvferry.connector.worker_half import new_epoch
 from tests.support.gpu_pools import GpuPools
 
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector import handoff_loop, worker_half
-from kvferry.connector.computed import Mark
 from kvferry.connector.handoff import node as handoff_node
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.outcomes import Outcomes
+from kvferry.connector.p2p import loop, worker
+from kvferry.connector.p2p.computed import Mark
+from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 from kvferry.connector.unexpected import Unexpected
 
@@ -182,7 +182,7 @@ class TestTransport:
 
 #: Functions of this project that the thread calls: where each is looked up, its name, and how many loads may fail.
 CALLS: list[tuple[Any, str, list[int]]] = [
-    (handoff_loop, "encode", [0, 1]),
+    (loop, "encode", [0, 1]),
     (handoff_node, "decode", [0, 1]),
     (ConsumerProtocol, "claim", [1]),
     (ConsumerProtocol, "load", [1]),
@@ -251,7 +251,7 @@ def test_a_gpu_whose_progress_cannot_be_queried(
         return True
 
     with ExitStack() as stack:
-        monkeypatch.setattr(worker_half, "mark_computed", lambda device: Mark(has_run, lambda: None))
+        monkeypatch.setattr(worker, "mark_computed", lambda device: Mark(has_run, lambda: None))
         middle = make_node(stack)
         monkeypatch.undo()
         others = [make_node(stack) for _ in range(2)]

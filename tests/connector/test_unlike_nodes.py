@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvferry.connector.config import ParallelConfig
+from kvferry.connector.p2p.registration import Registration, describe_caches
 from kvferry.connector.planning.compatibility import require_compatible
 from kvferry.connector.planning.plan import Planner
 from kvferry.connector.planning.reshard import GroupTables, ReshardPlanner
-from kvferry.connector.registration import Registration, describe_caches
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.transports.errors import IncompatiblePeerError
 

@@ -16,14 +16,14 @@ from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
-from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder
-from kvferry.connector.options import ConnectorOptions
-from kvferry.connector.params import parse_transfer_params
+from kvferry.connector.p2p.options import ConnectorOptions
+from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.params import parse_transfer_params
+from kvferry.connector.p2p.registration import Registration, describe_caches, layout_name
+from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.planning.compatibility import DESCRIPTION_VERSION
 from kvferry.connector.planning.slots import Shard, SlotArray
-from kvferry.connector.registration import Registration, describe_caches, layout_name
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
-from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.base import Endpoint, Event
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 from kvferry.transports.inproc import InProcTransport

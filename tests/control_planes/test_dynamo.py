@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.params import parse_transfer_params
+from kvferry.connector.p2p.params import parse_transfer_params
 from kvferry.connector.vllm.dynamo import TABLE_MODULE, register_with_dynamo
 
 #: Where `make build/dynamo` puts it.

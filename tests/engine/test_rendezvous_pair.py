@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.params import draw_rendezvous_name, meeting_params
+from kvferry.connector.p2p.params import draw_rendezvous_name, meeting_params
 
 PROMPT = [3, *range(20, 79)]
 WAIT_S = 0.2

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig
 
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.reference.engine.attention import attention_layers
 from kvferry.reference.engine.core import EngineCore

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.computed import mark_computed
+from kvferry.connector.p2p.computed import mark_computed
 from kvferry.transports import PeerLost, _cuda
 from kvferry.transports.testing import pairs_of
 from tests.support.gpu_memory import NUM_SEGMENTS, SEGMENT_BYTES, PoolNode, StartChild, pattern

@@ -13,7 +13,7 @@ import pytest
 
 import kvferry
 from kvferry.connector import KVConnectorFactory, KVTransferConfig
-from kvferry.connector.p2p import connector_over
+from kvferry.connector.p2p.connector import connector_over
 from kvferry.transports.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[2]

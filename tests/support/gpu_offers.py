@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.metadata import HandoffMetadata
-from kvferry.connector.options import ConnectorOptions
+from kvferry.connector.p2p.options import ConnectorOptions
+from kvferry.connector.p2p.orders import HandoffMetadata
+from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.testing import CacheShape, engine_config
-from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.registry import create_transport
 
 Layout = Literal["uniform", "per-layer"]

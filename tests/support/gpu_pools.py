@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.connector import registration, worker_half
+from kvferry.connector.p2p import registration, worker
 from kvferry.transports._cuda_mover import CudaMover, PinnedRing
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.base import Arena
@@ -63,7 +63,7 @@ class GpuPools:
         self._segments: dict[int, Segment] = {}  # by where the CPU of the test sees their bytes
         for transport in (HostTransport, SharedMemoryTransport, AutoTransport):
             monkeypatch.setattr(transport, "_allocate", self._allocate_instead_of(transport._allocate))
-        monkeypatch.setattr(worker_half, "describe_caches", self._describe_caches)
+        monkeypatch.setattr(worker, "describe_caches", self._describe_caches)
 
     def are_idle(self) -> bool:
         """Return whether no copy is under way and every staging buffer is back."""

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import MambaSpec as VllmMambaSpec
 
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
-from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.identity.content import content_digest
 from kvferry.connector.kv_cache_specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -25,9 +25,10 @@ from kvferry.connector.kv_cache_specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
-from kvferry.connector.options import ConnectorOptions
-from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.p2p.options import ConnectorOptions
+from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder, WorkerAddress
+from kvferry.connector.p2p.scheduler import HandoffScheduler
+from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
 from kvferry.connector.vllm.adapter import _scheduler_side
@@ -50,7 +51,6 @@ from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.connector.vllm.windows import WindowBlocks
 from kvferry.connector.vllm.worker import WorkerSide
-from kvferry.connector.worker_half import HandoffWorker
 from kvferry.reference.engine.types import EngineStats
 from kvferry.reference.node.metrics import NodeMetrics
 from kvferry.transports.errors import ConfigurationError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.digest_cache import DigestCache
+from kvferry.connector.identity.digest_cache import DigestCache
 from kvferry.connector.vllm.identity import model_identity
 from kvferry.transports.errors import ConfigurationError
 from tests.support.tiny_models import scale_tensor, write_tiny_model

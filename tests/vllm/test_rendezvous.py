@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.connector.params import draw_rendezvous_name, meeting_params
+from kvferry.connector.p2p.params import draw_rendezvous_name, meeting_params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ import torch
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.connector.metadata import WorkerAddress
-from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.p2p.orders import WorkerAddress
+from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.vllm.metadata import WorkerHandshake
 from kvferry.connector.vllm.scheduler import SchedulerSide
 from kvferry.connector.vllm.sharing import SharedOffers

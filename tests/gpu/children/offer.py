@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import torch
 
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder
 from kvferry.transports.errors import BackendUnavailableError
 from tests.support.gpu_offers import CONTENT, OFFERED, SHAPE, make_worker, offered_values, sleep_on
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from ..transports._limited_log import LimitedLog
-from ..transports.base import (
+from ...transports._limited_log import LimitedLog
+from ...transports.base import (
     Connected,
     Endpoint,
     Event,
@@ -30,7 +30,7 @@ from ..transports.base import (
     TransferEnded,
     Transport,
 )
-from ..transports.errors import (
+from ...transports.errors import (
     ConfigurationError,
     ForeignTransportError,
     KVTransferError,
@@ -39,9 +39,8 @@ from ..transports.errors import (
     TransportClosedError,
     UnexpectedError,
 )
-from .computed import AT_ONCE, Mark, Watch
-from .errors import RendezvousError
-from .handoff.events import (
+from ..errors import RendezvousError
+from ..handoff.events import (
     Action,
     ClaimUnmet,
     ClearGuard,
@@ -58,13 +57,14 @@ from .handoff.events import (
     SetGuard,
     StartRead,
 )
-from .handoff.messages import encode
-from .handoff.node import NodeProtocol
-from .handoff_trace import HandoffTrace
-from .metadata import HandoffMetadata, OfferOrder, OpenOrder
+from ..handoff.messages import encode
+from ..handoff.node import NodeProtocol
+from ..unexpected import Unexpected
+from .computed import AT_ONCE, Mark, Watch
 from .offer_guards import OfferGuards
+from .orders import HandoffMetadata, OfferOrder, OpenOrder
 from .outcomes import Outcomes
-from .unexpected import Unexpected
+from .trace import HandoffTrace
 
 logger = logging.getLogger(__name__)
 
@@ -355,9 +355,8 @@ class _Driver:
         self._trace = trace
         self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
         self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id: when it ends, and why
-        self._bugs: dict[
-            str, KVTransferError
-        ] = {}  # by request: the error that its load will be reported with
+        #: By request: the error that its load will be reported with.
+        self._bugs: dict[str, KVTransferError] = {}
         self._num_doubts = 0
         self._is_shutting_down = False
         self._num_failed_turns = 0

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..transports.registry import check_options, create_transport, load_transport
-from .base import KVConnectorBase, KVConnectorRole
+from ...transports.registry import check_options, create_transport, load_transport
+from ..base import KVConnectorBase, KVConnectorRole
 from .options import ConnectorOptions
-from .scheduler_half import HandoffScheduler
-from .worker_half import HandoffWorker
+from .scheduler import HandoffScheduler
+from .worker import HandoffWorker
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
-    from .kv_cache_specs import KVCacheConfig
+    from ..config import EngineConfig
+    from ..kv_cache_specs import KVCacheConfig
 
 
 class PeerToPeerConnector(KVConnectorBase):

@@ -40,10 +40,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from ..transports.checked import Record, Refused, boolean, each, integer, integers, refuse, shown, text
-from .errors import InvalidTransferParamsError
-from .handoff.events import BlockTables, RemoteOffer
-from .handoff.messages import (
+from ...transports.checked import Record, Refused, boolean, each, integer, integers, refuse, shown, text
+from ..errors import InvalidTransferParamsError
+from ..handoff.events import BlockTables, RemoteOffer
+from ..handoff.messages import (
     MAX_EPOCH,
     MAX_GROUP_BLOCKS,
     MAX_GROUPS,

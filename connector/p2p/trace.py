@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..transports.base import Route, TransferEnded
-from ..transports.errors import KVTransferError
-from .handoff.events import Action, LoadEnded, OfferCompleted, OfferEnded, Send, StartRead
-from .handoff.messages import (
+from ...transports.base import Route, TransferEnded
+from ...transports.errors import KVTransferError
+from ..handoff.events import Action, LoadEnded, OfferCompleted, OfferEnded, Send, StartRead
+from ..handoff.messages import (
     Claim,
     Deny,
     Grant,
@@ -27,9 +27,9 @@ from .handoff.messages import (
     Welcome,
     decode,
 )
-from .metadata import HandoffMetadata, OpenOrder
+from ..stats import HandoffEvent
+from .orders import HandoffMetadata, OpenOrder
 from .spans import HandoffSpans
-from .stats import HandoffEvent
 
 #: Claims whose requests are remembered: more than a node has under way.
 _MAX_CLAIMS = 4096

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..transports.base import Route, TransferEnded
-from ..transports.errors import KVTransferError
-from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
-from .metadata import HandoffMetadata, OfferOrder
-from .output import KVConnectorOutput
-from .stats import HandoffEvent, KVConnectorStats, StatsCollector, TransferRecord
+from ...transports.base import Route, TransferEnded
+from ...transports.errors import KVTransferError
+from ..handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
+from ..output import KVConnectorOutput
+from ..stats import HandoffEvent, KVConnectorStats, StatsCollector, TransferRecord
+from .orders import HandoffMetadata, OfferOrder
 
 
 class OfferState(Enum):

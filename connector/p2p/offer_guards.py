@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from ..transports.base import GuardTable
+from ...transports.base import GuardTable
 
 
 class OfferGuards:

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .stats import HandoffEvent
+from ..stats import HandoffEvent
 
 #: Spans that are open at once, and requests whose context is known. More than a node has under way.
 _MAX_OPEN: Final = 4096

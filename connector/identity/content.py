@@ -17,9 +17,9 @@ import msgpack
 if TYPE_CHECKING:
     import torch
 
-    from .base import ConnectorRequest
-    from .config import EngineConfig
-    from .kv_cache_specs import KVCacheSpec
+    from ..base import ConnectorRequest
+    from ..config import EngineConfig
+    from ..kv_cache_specs import KVCacheSpec
 
 #: Part of what is hashed. Change it together with what is hashed, so that old and new nodes get different digests.
 _FORM = "kvferry-content-1"

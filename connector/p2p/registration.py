@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..transports.errors import ConfigurationError
-from ..transports.regions import MemoryKind, Pool, Segment
-from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
-from .planning.compatibility import DESCRIPTION_VERSION, digest
-from .planning.layout import KVLayout, LayerLayout, draft_layer_name, layer_layout_of_view
-from .planning.slots import WHOLE, Shard, SlotArray, head_array_of_view, slot_array_of_view
+from ...transports.errors import ConfigurationError
+from ...transports.regions import MemoryKind, Pool, Segment
+from ..kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from ..planning.compatibility import DESCRIPTION_VERSION, digest
+from ..planning.layout import KVLayout, LayerLayout, draft_layer_name, layer_layout_of_view
+from ..planning.slots import WHOLE, Shard, SlotArray, head_array_of_view, slot_array_of_view
 
 if TYPE_CHECKING:
     import torch
 
-    from .config import EngineConfig
+    from ..config import EngineConfig
 
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ..transports._limited_log import LimitedLog
-from ..transports.errors import ConfigurationError, KVTransferStateError
-from .base import KVConnectorHandshakeMetadata, SchedulerHalf
-from .content import content_digest
-from .errors import ConnectorError, RendezvousError
-from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
-from .handoff.messages import PROTOCOL_VERSION
-from .handoff.numbers import GuardNumbers
-from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
-from .metadata import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
+from ...transports._limited_log import LimitedLog
+from ...transports.errors import ConfigurationError, KVTransferStateError
+from ..base import KVConnectorHandshakeMetadata, SchedulerHalf
+from ..errors import ConnectorError, RendezvousError
+from ..handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
+from ..handoff.messages import PROTOCOL_VERSION
+from ..handoff.numbers import GuardNumbers
+from ..identity.content import content_digest
+from ..kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .options import ConnectorOptions
+from .orders import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
 from .params import (
     TransferWish,
     offer_params,
@@ -29,10 +29,10 @@ from .params import (
 )
 
 if TYPE_CHECKING:
-    from .base import ConnectorRequest, SchedulerOutput
-    from .config import KVTransferConfig
-    from .kv_cache_specs import KVCacheConfig, KVCacheSpec
-    from .output import KVConnectorOutput
+    from ..base import ConnectorRequest, SchedulerOutput
+    from ..config import KVTransferConfig
+    from ..kv_cache_specs import KVCacheConfig, KVCacheSpec
+    from ..output import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 

@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvferry import __version__
 
-from ..transports.base import Arena, Transport
-from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
-from .base import WorkerHalf
+from ...transports.base import Arena, Transport
+from ...transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
+from ..base import WorkerHalf
+from ..handoff.consumer import ConsumerProtocol
+from ..handoff.events import Identity, LoadEnded, LocalBlocks
+from ..handoff.messages import MAX_EPOCH
+from ..handoff.node import NodeProtocol
+from ..handoff.producer import ProducerProtocol
+from ..output import KVConnectorOutput
+from ..planning.compatibility import digest
+from ..stats import KVConnectorStats
 from .computed import AT_ONCE, Mark, mark_computed
-from .handoff.consumer import ConsumerProtocol
-from .handoff.events import Identity, LoadEnded, LocalBlocks
-from .handoff.messages import MAX_EPOCH
-from .handoff.node import NodeProtocol
-from .handoff.producer import ProducerProtocol
-from .handoff_loop import HandoffLoop
-from .handoff_trace import HandoffTrace
-from .metadata import HandoffMetadata, WorkerAddress
+from .loop import HandoffLoop
 from .options import ConnectorOptions
+from .orders import HandoffMetadata, WorkerAddress
 from .outcomes import Outcomes
-from .output import KVConnectorOutput
-from .planning.compatibility import digest
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
 from .spans import HandoffSpans, active_tracer
-from .stats import KVConnectorStats
+from .trace import HandoffTrace
 
 if TYPE_CHECKING:
     import torch
 
-    from .config import EngineConfig
-    from .kv_cache_specs import KVCacheConfig
+    from ..config import EngineConfig
+    from ..kv_cache_specs import KVCacheConfig
 
 #: How much longer than one read, which has a deadline of its own, the handoff thread may take to end.
 _CLOSE_GRACE_S = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from .base import KVConnectorHandshakeMetadata, KVConnectorMetadata
-from .handoff.events import BlockTables, LocalBlocks, RemoteOffer
+from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from ..handoff.events import BlockTables, LocalBlocks, RemoteOffer
 
 
 @dataclass(frozen=True)

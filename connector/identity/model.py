@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..transports.errors import ConfigurationError
+from ...transports.errors import ConfigurationError
 from .digest_cache import DigestCache, entry_name
 
 logger = logging.getLogger(__name__)
