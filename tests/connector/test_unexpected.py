@@ -26,7 +26,7 @@ from kvferry.connector.unexpected import Unexpected
 #: Deadlines that even a busy machine meets, and short backoffs, because tests wait for them.
 OPTIONS: Mapping[str, object] = {
     **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s"), 20.0),
-    "lease_s": 1.5,
+    "lease_s": 3.0,
     "heartbeat_s": 0.1,
     "backoff_s": 0.02,
     "max_backoff_s": 0.05,
