@@ -63,7 +63,9 @@ def test_nodes_hand_over_again_when_both_have_the_same_weights(
     producer, consumer = nodes
     first, second = (producer, consumer) if changed == "producer" else (consumer, producer)
     change(first, "other")
-    error = handed_over(producer, consumer, "unlike")
+    # The change closed the connection. A load that starts before its node has noticed that fails for that reason.
+    errors = (handed_over(producer, consumer, f"unlike-{number}") for number in range(20))
+    error = next(error for error in errors if "is not connected" not in error and "lost" not in error)
     assert "weights" in error
     assert "'other'" in error
     change(second, "other")

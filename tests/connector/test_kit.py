@@ -271,8 +271,11 @@ WITHOUT_COUNTERPART: dict[type[object], str] = {
     simulated.KeepsOffersOfOtherWeights: _OTHER_WEIGHTS,
     simulated.KeepsLoadsOfOtherWeights: _OTHER_WEIGHTS,
     simulated.ForgetsWhatItAnnounced: "costs memory, and changes nothing that an engine sees",
+    simulated.ForgetsProgressWhileItReads: _NO_READ_AT_WILL,
+    simulated.ForgetsClaimsThatCameFirst: _ONE_RANK,
     simulated.ReportsWithTheFirstPart: _ONE_RANK,
     simulated.DeliversToTheFirstRank: _ONE_RANK,
+    simulated.ReleasesTheFirstRankOnly: _ONE_RANK,
 }
 
 

@@ -107,7 +107,7 @@ def test_the_wheel_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path
         found = distribution(name)
         for part in {file.parts[0] for file in found.files or ()} - {".."}:
             (site_packages / part).symlink_to(Path(str(found.locate_file(part))))
-    done = _run(python, (ROOT / "release" / "check_install.py").read_text(), cwd=tmp_path)
+    done = _run(python, (ROOT / "tools" / "release" / "check_install.py").read_text(), cwd=tmp_path)
     assert done.stdout.startswith(f"kvferry {kvferry.__version__} works"), done.stderr
 
 
