@@ -266,6 +266,10 @@ class SchedulerHalf(ABC):
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:  # noqa: B027
         """Receive what the worker halves sent, by rank. Called once, before the first request."""
 
+    def describe(self) -> dict[str, Any]:
+        """Return what a router should know of this start of the node, in JSON's types. Called after `set_handshake_metadata`."""
+        return {}
+
     def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
         """Return whether params that name no connector can be meant for this one.
 
@@ -318,9 +322,9 @@ class SchedulerHalf(ABC):
             ConnectorError: the load cannot be ordered, and nothing of it was. The request fails.
         """
 
-    def request_progressed(
+    def request_progressed(  # noqa: B027
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
+    ) -> None:
         """Take note that a step computed a part of the prompt, up to `request.num_computed_tokens`, but not its end.
 
         Called after each such step, before the next one is planned. If the request loses its blocks, it is computed again and this is called from the
@@ -330,11 +334,7 @@ class SchedulerHalf(ABC):
             block_ids: The request's block table so far, one list per KV cache group, with blocks for exactly
                 `request.num_computed_tokens` tokens. The engine still owns the blocks: the request may lose them in any
                 step.
-
-        Returns:
-            `kv_transfer_params` with which a consumer can already begin, at most once per request; otherwise None.
         """
-        return None
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -43,7 +43,7 @@ from .nodes import (
 )
 from .page import Page
 from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
-from .prefills import OverlappedPrefill, Prefill, WholePrefill
+from .prefills import Prefill, WholePrefill
 from .reading import ASKED_ENCODING, read_whole, refuse_no_answers
 from .rendezvous import LostPrefillError, RendezvousPrefill
 from .reply import Reply
@@ -72,7 +72,6 @@ class Router:
     prefill on its own. It repeats the prefill before it retries a decode, because the first offer is used up.
 
     Args:
-        overlap: Start the decode while the prefill still runs, if the prefill node makes its offer early.
         rendezvous: Ask both nodes at once, if both can do that.
         first_token: Send the client the first token of an answer as soon as the prefill node has it, where the result is provably
             that of a single node.
@@ -92,7 +91,6 @@ class Router:
         prefill_pool: NodePool,
         decode_pool: NodePool,
         *,
-        overlap: bool,
         rendezvous: bool = True,
         first_token: bool = True,
         answer_timeout_s: float,
@@ -120,8 +118,7 @@ class Router:
             pool.on_forgotten = self._handoffs.forget
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         self._metrics.kept_answers.set_function(lambda: self._sessions.num_answers)
-        kind = OverlappedPrefill if overlap else WholePrefill
-        self._prefill: Prefill = kind(prefill_pool, self._metrics, first_token=first_token)
+        self._prefill: Prefill = WholePrefill(prefill_pool, self._metrics, first_token=first_token)
         if rendezvous:
             self._prefill = RendezvousPrefill(
                 self._prefill, prefill_pool, decode_pool, self._metrics, first_token=first_token
@@ -498,7 +495,7 @@ class Router:
     ) -> web.StreamResponse:
         def may_use(node: UpstreamNode) -> bool:
             continues = reply.first is None or reply.first.can_continue_at(node.abilities)
-            meets = handoff.offer is None or not handoff.offer.is_rendezvous or node.can_meet
+            meets = handoff.offer is None or not handoff.offer.is_rendezvous or node.has_rendezvous
             return continues and meets and (not is_alone or self._computes_alone(node))
 
         async with self._decode_pool.use_one(tried, may_use, body=call.body) as node:

@@ -127,6 +127,7 @@ class Prober:
             continues_answers=str(told.get(IDENTITY) or ""),
             kv_role=str(told.get("kv_role") or ""),
             models=self._models,
+            description=told,
         )
 
     def forget(self) -> None:
@@ -236,6 +237,7 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
             continues_answers=str(body.get("continues_answers") or ""),
             kv_role=kv_role,
             models=frozenset(filter(_is_text, models if isinstance(models, list) else ())),
+            description=told if isinstance(told := body.get("kv_transfer_params"), dict) else {},
         )
     if status != 503:
         return Health(None, f"{path} answered {status}")

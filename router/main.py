@@ -193,12 +193,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "once (default: %(default)g)",
     )
     group.add_argument(
-        "--overlap",
-        action="store_true",
-        help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; "
-        "needs reference nodes (default: off)",
-    )
-    group.add_argument(
         "--rendezvous",
         choices=("auto", "off"),
         default="auto",
@@ -226,7 +220,6 @@ def _run(options: argparse.Namespace) -> None:
     node_access = _node_access(options, pools)
     router = Router(
         *pools,
-        overlap=options.overlap,
         rendezvous=options.rendezvous == "auto",
         first_token=options.first_token == "auto",
         answer_timeout_s=options.answer_timeout_s,

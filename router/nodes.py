@@ -93,8 +93,8 @@ class UpstreamNode:
         kv_role: What the node does by its own account; see `Health`.
         models: What the node serves; see `Health`.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
-        meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
-            before its first one, and after its process was gone.
+        rendezvous_place: Where a decode node can claim from this one: what its connector has said of itself, or the
+            `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
     """
 
@@ -106,7 +106,7 @@ class UpstreamNode:
         self.num_offers = 0
         self.last_used = 0
         self.load_failure_policy = ""
-        self.meeting_place: Mapping[str, Any] = {}
+        self.rendezvous_place: Mapping[str, Any] = {}
         self.continues_answers = ""
         self.kv_role = ""
         self.models: frozenset[str] = frozenset()
@@ -136,13 +136,13 @@ class UpstreamNode:
         return self._status.num_ejections
 
     @property
-    def can_meet(self) -> bool:
+    def has_rendezvous(self) -> bool:
         """Whether the node says that it can claim an offer by a name before the offer exists."""
         return self._prober.protocol >= RENDEZVOUS_VERSION
 
     def note_params(self, params: Mapping[str, Any] | None) -> None:
         """Note the `kv_transfer_params` of an answer. Without the block ids, which are many."""
-        self.meeting_place = {
+        self.rendezvous_place = {
             key: value for key, value in (params or {}).items() if key != "remote_block_ids"
         }
 
@@ -215,7 +215,7 @@ class UpstreamNode:
         if NodeState.GONE in (self.state, health.state):
             # The next process at this address has another epoch. Also when the node is back, because a late answer of the
             # old process may have come meanwhile.
-            self.meeting_place = {}
+            self.rendezvous_place = {}
         if health.state in (NodeState.READY, NodeState.OVERLOADED):
             self.kv_role = health.kv_role
             if self.kv_role == _CONTRARY_ROLES[self.role]:
@@ -227,6 +227,8 @@ class UpstreamNode:
         if health.state in (NodeState.READY, NodeState.REFUSED):
             self.models = health.models
         if health.state is NodeState.READY:
+            if health.description:
+                self.rendezvous_place = health.description
             self.load_failure_policy = health.load_failure_policy
             self.continues_answers = health.continues_answers
         is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE

@@ -35,8 +35,6 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 #: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
 MAX_FIRST_EVENT_BYTES = 1 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
-#: A key of ours in `kv_transfer_params`: offer the prompt while it is being computed. Other nodes ignore it.
-OVERLAP = "overlap"
 
 #: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node whose token is not used
 #: does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
@@ -142,7 +140,6 @@ def _refuse_several(name: str, value: object) -> None:
 def prefill_body(
     body: Mapping[str, Any],
     *,
-    overlap: bool,
     wish: Mapping[str, Any] | None = None,
     answer: Mapping[str, Any] | None = None,
     is_token_used: bool = True,
@@ -150,7 +147,6 @@ def prefill_body(
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
     Args:
-        overlap: Ask for a stream that carries the offer as soon as part of the prompt is computed.
         wish: More keys of `kv_transfer_params`.
         answer: The `kv_transfer_params` of the conversation's latest answer. The node loads from it what it lacks.
         is_token_used: The token may become the answer's first one, so the node chooses it as the client wants it.
@@ -160,10 +156,10 @@ def prefill_body(
         left_out = _ONLY_FOR_SAMPLING - (_ABOUT_ECHO if body.get("echo") else frozenset())
         # The likeliest token is the cheapest one.
         result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
-    params = {**DO_REMOTE_DECODE, **(wish or {}), **({OVERLAP: True} if overlap else {})}
+    params = {**DO_REMOTE_DECODE, **(wish or {})}
     if answer is not None:
         params |= {**answer, "do_remote_decode": True, "do_remote_prefill": True}
-    result |= {"max_tokens": 1, "stream": overlap, "kv_transfer_params": params}
+    result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
     if "max_completion_tokens" in result:
         result["max_completion_tokens"] = 1
     return result

@@ -1,20 +1,17 @@
-"""The prefill phase of a request: the decode starts after the whole prompt, or (overlapped) after its first chunk."""
+"""The prefill phase of a request, where the decode starts after the whole prompt."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 
-from ..web.json_body import MAX_DEPTH, is_deeper_than, object_of
+from ..web.json_body import object_of
 from .first_tokens import FirstToken, first_token_of, is_expected, is_possible, is_stitchable, wish_for
 from .handoffs import TRANSFER_HEADER
 from .metrics import ANSWER_RESULTS, RouterMetrics
@@ -23,13 +20,12 @@ from .phases import (
     Call,
     Offer,
     UpstreamAnswer,
-    is_stream,
     open_prefill,
     params_of,
     prefill_body,
     require_not_aborted,
 )
-from .reading import EventBuffer, read_whole
+from .reading import read_whole
 from .sessions import Answer
 
 logger = logging.getLogger(__name__)
@@ -57,9 +53,7 @@ class Prefill(ABC):
         """Whether the client will probably receive the first token from the prefill node, so that the decode waits for it."""
         return self._first_token and is_expected(call.body, call.path, decode_node.abilities)
 
-    def _body(
-        self, call: Call, node: UpstreamNode, answer: Answer | None, *, overlap: bool
-    ) -> dict[str, Any]:
+    def _body(self, call: Call, node: UpstreamNode, answer: Answer | None) -> dict[str, Any]:
         params = None if answer is None else answer.params
         is_vllm = node.abilities.vllm_max_model_len > 0
         # A node of ours decides for itself whether it passes the token on.
@@ -67,7 +61,7 @@ class Prefill(ABC):
         if is_vllm:
             is_token_used = is_token_used and is_stitchable(call.body, call.path)
         wish = wish_for(call.body) if is_token_used else None
-        body = prefill_body(call.body, overlap=overlap, wish=wish, answer=params, is_token_used=is_token_used)
+        body = prefill_body(call.body, wish=wish, answer=params, is_token_used=is_token_used)
         if is_vllm and is_token_used:
             body["return_token_ids"] = True
             # The likeliest token does not depend on it, and vLLM on a CPU dies of a seeded prompt of several chunks.
@@ -137,7 +131,7 @@ class WholePrefill(Prefill):
             try:
                 async with (
                     self._pool.use_one(tried, body=call.body, preferred=call.turn.preferred_url) as node,
-                    open_prefill(call, node, self._body(call, node, answer, overlap=False)) as response,
+                    open_prefill(call, node, self._body(call, node, answer)) as response,
                 ):
                     async with node.exchange():
                         payload = await read_whole(response)
@@ -153,132 +147,3 @@ class WholePrefill(Prefill):
                 if params is None:
                     return None
                 return Offer(node, params, first=self._first_of(call, result), headers=response.headers)
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """A prefill that still runs. Closing `resources` ends it. A failure is noted in `tried`."""
-
-    node: UpstreamNode
-    tried: Tried
-    params: Params
-    first: FirstToken | None
-    headers: Mapping[str, str]
-    events: Events
-    resources: AsyncExitStack
-
-
-class OverlappedPrefill(Prefill):
-    """Starts the decode after the prompt's first chunk; the cache is transferred while the rest is computed.
-
-    If a node makes no early offer, wait for the whole prefill. If the prefill fails after the decode has started, the decode
-    node recomputes the prompt or fails the request, as its load failure policy says.
-    """
-
-    @contextlib.asynccontextmanager
-    async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
-        stream = await self._opened(call)
-        follower = asyncio.create_task(self._follow(stream, call))
-        try:
-            yield (
-                None
-                if stream.params is None
-                else Offer(
-                    stream.node, stream.params, follower.cancel, first=stream.first, headers=stream.headers
-                )
-            )
-            await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
-        finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
-            await stream.resources.aclose()
-
-    async def _opened(self, call: Call) -> _Stream:
-        tried: Tried = {}
-        while True:
-            answer = call.turn.take_answer()
-            try:
-                stream = await self._open_one(call, tried, answer)
-            except (NodeGoneError, UpstreamAnswer) as error:
-                self._note_failed(call, answer, tried, error)
-            else:
-                self._note_params(call, stream.node, stream.params)
-                return stream
-
-    async def _open_one(self, call: Call, tried: Tried, answer: Answer | None) -> _Stream:
-        async with AsyncExitStack() as resources:
-            choice = self._pool.use_one(tried, body=call.body, preferred=call.turn.preferred_url)
-            node = await resources.enter_async_context(choice)
-            body = self._body(call, node, answer, overlap=True)
-            response = await resources.enter_async_context(open_prefill(call, node, body))
-            events = _events(call, node, response)
-            offering = await _first_with_params(events)
-            self._note_load(answer, response)
-            params = params_of(offering)
-            first = self._first_of(call, offering)  # only of a prompt that one chunk computes
-            return _Stream(node, tried, params, first, response.headers, events, resources.pop_all())
-
-    async def _follow(self, stream: _Stream, call: Call) -> None:
-        try:
-            async for _ in stream.events:
-                pass
-        except NodeGoneError as error:
-            stream.tried[stream.node] = error
-            logger.warning(
-                "%s: the prefill was lost while its cache was being transferred: %s", call.request_id, error
-            )
-            self._metrics.lost_prefills.inc()
-        finally:
-            await stream.resources.aclose()
-
-
-async def _first_with_params(events: Events) -> Mapping[str, Any]:
-    """Return the first event with an offer; an empty one if there is none."""
-    async for event in events:
-        if params_of(event) is not None:
-            return event
-    return {}
-
-
-async def _events(call: Call, node: UpstreamNode, response: aiohttp.ClientResponse) -> Events:
-    """Yield the events of a stream until its end, and note it. An answer that is not a stream is a single event.
-
-    Raises:
-        NodeGoneError: The connection broke, the stream is malformed, or an event carries an error.
-    """
-    if not is_stream(response):
-        async with node.exchange():
-            payload = await read_whole(response)
-        require_not_aborted(node, payload)
-        answer = object_of(payload)
-        call.timeline.prefill_ended(answer)
-        yield answer
-        return
-    buffer = EventBuffer()
-    parsed: Mapping[str, Any] = {}
-    while True:
-        # One exchange per wait: an exchange belongs to one task, and different tasks wait for the first events and the rest.
-        async with node.exchange():
-            chunk = await response.content.readany()
-            events = buffer.add(chunk)
-        if not chunk:
-            raise NodeGoneError(node, "ended its stream before [DONE]")
-        for event in events.split(b"\n\n")[:-1]:
-            if event == b"data: [DONE]":
-                call.timeline.prefill_ended(parsed)
-                return
-            require_not_aborted(node, event)
-            parsed = _parsed(node, event)
-            yield parsed
-
-
-def _parsed(node: UpstreamNode, event: bytes) -> Mapping[str, Any]:
-    try:
-        parsed = json.loads(event.removeprefix(b"data: "))
-    except (ValueError, RecursionError):
-        raise NodeGoneError(node, "sent an event that is not JSON") from None
-    if is_deeper_than(parsed, MAX_DEPTH):
-        raise NodeGoneError(node, "sent an event that is nested too deep")
-    if not isinstance(parsed, dict) or "error" in parsed:
-        raise NodeGoneError(node, json.dumps(parsed)[:200])
-    return parsed

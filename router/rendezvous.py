@@ -1,7 +1,7 @@
 """Ask both nodes at once: the prefill node offers by a name that the router drew, and the decode node claims by it.
 
-Where that is not possible, the decode node is asked after the prefill node, as before. The router learns where a prefill node
-can be reached from the node's last answer, so its first request is one of these.
+Where that is not possible, the decode node is asked after the prefill node. A health check learns where a prefill node can be
+reached; a node that does not say it there, for want of a key, says it in its first answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..connector.p2p.params import RENDEZVOUS, draw_rendezvous_name, meeting_params, prefill_chunk_of
+from ..connector.p2p.params import RENDEZVOUS, draw_rendezvous_name, prefill_chunk_of, rendezvous_params
 from ..web.errors import ApiError
 from ..web.json_body import object_of
 from .first_tokens import is_single_token
@@ -124,7 +124,11 @@ class RendezvousPrefill(Prefill):
     def _params(self, call: Call, node: UpstreamNode, name: str) -> dict[str, Any] | None:
         """Return the params for the decode node; None if the two cannot be asked at once."""
         decode_node = self._decode_pool.likely(call.body)
-        if decode_node is None or not decode_node.can_meet or self._num_at[node.url] >= MAX_AT_PREFILL_NODE:
+        if (
+            decode_node is None
+            or not decode_node.has_rendezvous
+            or self._num_at[node.url] >= MAX_AT_PREFILL_NODE
+        ):
             return None
         if not call.may_meet or _needs_answer(call.body):
             return None
@@ -133,13 +137,13 @@ class RendezvousPrefill(Prefill):
         if self.passes_first(call, decode_node) and (
             is_single_token(call.body)  # the prefill node alone can answer it
             # There is nothing to offer early, and a decode node that continues after the token needs one step less.
-            or _size_in_tokens(call.body) <= prefill_chunk_of(node.meeting_place)
+            or _size_in_tokens(call.body) <= prefill_chunk_of(node.rendezvous_place)
         ):
             return None
-        return meeting_params(name, node.meeting_place)
+        return rendezvous_params(name, node.rendezvous_place)
 
     async def _follow(self, call: Call, node: UpstreamNode, name: str, meeting: _Meeting) -> None:
-        body = self._body(call, node, None, overlap=False)
+        body = self._body(call, node, None)
         body["kv_transfer_params"][RENDEZVOUS] = name
         try:
             async with (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 #: A node is gone after this many checks in a row without an answer.
 FAILED_CHECKS_UNTIL_GONE = 2
@@ -46,6 +48,7 @@ class Health:
             model. Empty: it does not.
         kv_role: What the node does by its own account, in vLLM's words. Empty if it does not say.
         models: The names of the models that it serves, adapters among them. Empty if it does not say.
+        description: What its connector says of this start of the node, in `kv_transfer_params`. Empty if it does not say.
     """
 
     state: NodeState | None
@@ -57,6 +60,7 @@ class Health:
     continues_answers: str = ""
     kv_role: str = ""
     models: frozenset[str] = frozenset()
+    description: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import os
 import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 from aiohttp import ClientHandlerType, web
@@ -34,6 +35,9 @@ NODE_KEY_VARIABLE = "KVFERRY_NODE_API_KEY"
 #: Paths that need no key, as with vLLM: probes and scrapers have none. The router's page, `/`, has no figures of its own and
 #: asks for the key. Routes are compared as they were declared.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+
+#: Whether a request, also one to an open path, has one of the server's keys, or needs none.
+HAS_KEY: Any = web.RequestKey("has_key", bool) if hasattr(web, "RequestKey") else "has_key"
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +160,8 @@ def require_key(keys: ApiKeys, open_paths: frozenset[str] = frozenset()) -> Midd
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not keys or _path_of(request) in open_paths or has_key(request, keys):
+        request[HAS_KEY] = not keys or has_key(request, keys)
+        if request[HAS_KEY] or _path_of(request) in open_paths:
             return await handler(request)
         given = "the API key is wrong" if "Authorization" in request.headers else "an API key is required"
         message = f"{given}: send the header 'Authorization: Bearer KEY' with a key of this server"

@@ -27,13 +27,11 @@ class _Request:
         params: The params for each child.
         loader: The child that could load when last asked; empty if none could.
         is_async: Whether that child loads asynchronously.
-        is_offered_early: Whether params with which a consumer can begin before the prompt's end were handed out.
     """
 
     params: Mapping[str, Mapping[str, Any] | None]
     loader: str = ""
     is_async: bool = False
-    is_offered_early: bool = False
 
 
 class MultiScheduler(SchedulerHalf):
@@ -107,20 +105,10 @@ class MultiScheduler(SchedulerHalf):
             child.update_state_after_alloc(ChildRequest(request, known.params[name]), block_ids, num_tokens)
         known.loader = ""
 
-    def request_progressed(
-        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
+    def request_progressed(self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]) -> None:
         known = self._known(request)
-        answers = {
-            name: child.request_progressed(ChildRequest(request, known.params[name]), block_ids)
-            for name, child in self.children.items()
-        }
-        params = join_params({name: answer for name, answer in answers.items() if answer is not None})
-        # Params go out at most once before the end. Those of a child that answers later go out with the final ones.
-        if params is None or known.is_offered_early:
-            return None
-        known.is_offered_early = True
-        return params
+        for name, child in self.children.items():
+            child.request_progressed(ChildRequest(request, known.params[name]), block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
         for name, child in self.children.items():

@@ -1,7 +1,6 @@
 """`kv_transfer_params`: what a router carries from the producer's answer to the consumer's request.
 
-A router sends `{"do_remote_decode": true}` to a prefill node, and adds `"overlap": true` to be answered while the prompt is
-still being computed, where the node can do that. The node answers with the params that `offer_params` makes, and the router
+A router sends `{"do_remote_decode": true}` to a prefill node. The node answers with the params that `offer_params` makes, and the router
 passes those to a decode node unchanged. If no decode node can load the offer, the router sends it back to the prefill node
 with `"do_remote_prefill": false, "do_release": true`, and the blocks become free at once. The names are vLLM's where vLLM
 has one.
@@ -22,9 +21,9 @@ Keys that are not ours are ignored, because proxies add some. Ours are checked s
 write them.
 
 In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
-it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `meeting_params` makes to the
-decode node. A prefill node that can do this says so in each answer, by `"rendezvous_supported": true`. It also says how many
-tokens of a prompt it computes in one step (`prefill_chunk_tokens`): a shorter prompt has nothing to offer early.
+it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `rendezvous_params` makes to the
+decode node. A prefill node that can do this says so in its description and in each answer, by `"rendezvous_supported": true`, and
+where it can be reached. It also says how many tokens of a prompt it computes in one step (`prefill_chunk_tokens`): a shorter prompt has nothing to offer early.
 
 The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router reaches without
 HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not fail a request.
@@ -36,7 +35,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -152,7 +151,7 @@ def _require_one_address_per_rank(addresses: tuple[str, ...], tp_size: int) -> N
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _Rendezvous:
     """Where the offer of a rendezvous will be, by the names that travel."""
 
     rendezvous: Annotated[str, _rendezvous_name]
@@ -179,14 +178,13 @@ class _Flags:
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     do_release: bool = False
-    overlap: bool = False
     offer_answer: Annotated[bool | None, boolean] = None
     answer_of: Annotated[str | None, _name] = None
     describe: bool = False
     first_token: Annotated[str | None, _identity] = None
 
 
-_OFFER, _MEETING, _NAME, _FLAGS = Record(_OfferParams), Record(_Meeting), Record(_Name), Record(_Flags)
+_OFFER, _RENDEZVOUS, _NAME, _FLAGS = Record(_OfferParams), Record(_Rendezvous), Record(_Name), Record(_Flags)
 
 
 # -- reading and writing -----------------------------------------------------------------------------
@@ -198,11 +196,11 @@ class TransferWish:
 
     Attributes:
         offer_result: Offer the prompt's blocks to another node when the request has finished.
-        offer_early: Offer them while the prompt is still being computed, where that is possible.
         load_from: The offer to load the prompt's blocks from; None to compute them here. In a rendezvous its number of tokens
             is 0: the prompt decides.
         release: An offer of this node that no consumer will claim.
-        rendezvous: The name under which to offer the result; empty: the node names the offer.
+        rendezvous: The name under which to offer the result, while the prompt is still being computed where that is possible;
+            empty: the node names the offer.
         offer_answer: Offer the blocks of prompt and answer when the request has finished, where the node does that. None: if
             the request has an offer to load.
         answer_of: The request whose answer's offer is to be named in the params of this one; empty: none.
@@ -213,7 +211,6 @@ class TransferWish:
 
     offer_result: bool = False
     load_from: RemoteOffer | None = None
-    offer_early: bool = False
     release: RemoteOffer | None = None
     rendezvous: str = ""
     offer_answer: bool | None = None
@@ -245,14 +242,13 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     is_rendezvous = params.get(RENDEZVOUS) is not None  # vLLM's proxies send null for what they do not set
     offer = None
     if flags.do_remote_prefill or flags.do_release:
-        offer = _meeting(params) if is_rendezvous else _remote_offer(params)
+        offer = _rendezvous(params) if is_rendezvous else _remote_offer(params)
     # A request that loads by one name and offers by another would need two, so the name is that of the load.
     name = (
         _read(_NAME, params).rendezvous if is_rendezvous and flags.do_remote_decode and offer is None else ""
     )
     return TransferWish(
         offer_result=flags.do_remote_decode,
-        offer_early=flags.do_remote_decode and (flags.overlap or bool(name)),
         rendezvous=name,
         load_from=offer if flags.do_remote_prefill else None,
         release=offer if flags.do_release else None,
@@ -269,57 +265,72 @@ def traceparent_of(params: Mapping[str, Any] | None) -> str:
     return value if isinstance(value, str) and is_traceparent(value) else ""
 
 
-def offer_params(
-    offer: RemoteOffer, traceparent: str = "", *, can_meet: bool = True, chunk_tokens: int = 0
-) -> dict[str, Any]:
+def offer_params(offer: RemoteOffer, traceparent: str = "") -> dict[str, Any]:
     """Return what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back.
 
     Args:
         traceparent: Of the producer's request, so that the consumer's spans join its trace under a router without traces.
-        can_meet: Whether a router may name the node's next offers in advance.
-        chunk_tokens: The most tokens of a prompt that the node computes in one step; 0: unknown.
     """
     return {
         **({TRACEPARENT: traceparent} if traceparent else {}),
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": offer.engine_id,
-        "remote_epoch": f"{offer.epoch:x}",
+        **place_params(offer.engine_id, offer.epoch, offer.addresses),
         "remote_request_id": offer.request_id,
         "remote_lease": f"{offer.lease:x}",
-        "remote_addresses": list(offer.addresses),
         "remote_num_tokens": offer.num_tokens,
         "remote_block_ids": [list(table) for table in offer.block_ids],
-        "tp_size": len(offer.addresses),
-        **({RENDEZVOUS_SUPPORTED: True} if can_meet else {}),
+    }
+
+
+def place_params(
+    engine_id: str,
+    epoch: int,
+    addresses: Sequence[str],
+    *,
+    has_rendezvous: bool = False,
+    chunk_tokens: int = 0,
+) -> dict[str, Any]:
+    """Return where a node can be reached, in JSON's types.
+
+    Args:
+        has_rendezvous: Whether a router may name the node's next offers in advance.
+        chunk_tokens: The most tokens of a prompt that the node computes in one step; 0: unknown.
+    """
+    return {
+        "remote_engine_id": engine_id,
+        "remote_epoch": f"{epoch:x}",
+        "remote_addresses": list(addresses),
+        "tp_size": len(addresses),
+        **({RENDEZVOUS_SUPPORTED: True} if has_rendezvous else {}),
         **({PREFILL_CHUNK_TOKENS: chunk_tokens} if chunk_tokens else {}),
     }
 
 
-def meeting_params(name: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+def rendezvous_params(name: str, told: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a consumer needs to claim by name an offer that a prefill node has yet to make.
 
     Args:
         name: Of the rendezvous; see `draw_rendezvous_name`.
-        answer: The params of an earlier answer of the prefill node, which say where it can be reached.
+        told: The params of an answer of the prefill node, or its description: either says where it can be reached.
 
     Returns:
-        The params; None if the answer does not say that the node can do this.
+        The params; None if the node does not say that it can do this.
     """
-    if answer.get(RENDEZVOUS_SUPPORTED) is not True:
+    if told.get(RENDEZVOUS_SUPPORTED) is not True:
         return None
     params = {"do_remote_prefill": True, "do_remote_decode": False, RENDEZVOUS: name}
-    params |= {key: answer[key] for key in _WHERE if key in answer}
+    params |= {key: told[key] for key in _WHERE if key in told}
     try:
-        _read(_MEETING, params)
+        _read(_RENDEZVOUS, params)
     except InvalidTransferParamsError:
         return None
     return params
 
 
-def prefill_chunk_of(answer: Mapping[str, Any]) -> int:
-    """Return the most tokens of a prompt that a prefill node computes in one step, by the params of its answer; 0: unknown."""
-    chunk = answer.get(PREFILL_CHUNK_TOKENS)
+def prefill_chunk_of(told: Mapping[str, Any]) -> int:
+    """Return the most tokens of a prompt that a prefill node computes in one step, as `rendezvous_params`; 0: unknown."""
+    chunk = told.get(PREFILL_CHUNK_TOKENS)
     return chunk if type(chunk) is int else 0
 
 
@@ -333,8 +344,8 @@ def draw_rendezvous_name() -> str:
 _WHERE = ("remote_engine_id", "remote_epoch", "remote_addresses", "tp_size")
 
 
-def _meeting(params: Mapping[str, Any]) -> RemoteOffer:
-    known = _read(_MEETING, params)
+def _rendezvous(params: Mapping[str, Any]) -> RemoteOffer:
+    known = _read(_RENDEZVOUS, params)
     return RemoteOffer(
         engine_id=known.remote_engine_id,
         epoch=known.remote_epoch,

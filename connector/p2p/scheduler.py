@@ -24,6 +24,7 @@ from .params import (
     TransferWish,
     offer_params,
     parse_transfer_params,
+    place_params,
     rendezvous_lease,
     traceparent_of,
 )
@@ -73,15 +74,13 @@ class _OwnOffer:
     Attributes:
         lease: Its number, drawn when the request arrived; in a rendezvous, part of the name that the router drew.
         content: Digest of the prompt; that of prompt and answer is not known before the request ends.
-        is_early: Whether it may be opened while the prompt is still computed.
-        name: Of a rendezvous; empty: it is none.
+        name: Of a rendezvous; empty: it is none. Only an offer with a name may be opened while the prompt is still computed.
         guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
         is_answer: Whether it is of prompt and answer, for the prefill node of the conversation's next turn.
     """
 
     lease: int
     content: str
-    is_early: bool
     name: str = ""
     guard_value: int = 0
     is_answer: bool = False
@@ -219,6 +218,14 @@ class HandoffScheduler(SchedulerHalf):
             raise ConfigurationError(f"the workers of one node share one epoch, got {len(epochs)}")
         self._workers = tuple(workers[rank] for rank in sorted(workers))
 
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kv_role": self._config.kv_role,
+            "load_failure_policy": self._config.kv_load_failure_policy,
+            "protocol": PROTOCOL_VERSION,
+            **(self._place() if self._workers else {"remote_engine_id": self._config.engine_id}),
+        }
+
     def on_new_request(self, request: ConnectorRequest) -> None:
         """Read what the request asks for; announce its offer, and claim the offer that it is to load.
 
@@ -257,15 +264,14 @@ class HandoffScheduler(SchedulerHalf):
             claim = replace(wish.load_from, num_tokens=num_tokens, content=content)
         if wish.offer_result:
             content = content_digest(request, request.num_prompt_tokens)
-            is_early = wish.offer_early and self._keeps_all_blocks
-            offer = _OwnOffer(self._numbers.draw(), content, is_early)
+            offer = _OwnOffer(self._numbers.draw(), content)
             if wish.rendezvous:
                 self._use_name(wish.rendezvous)
                 lease = rendezvous_lease(wish.rendezvous)
-                offer = _OwnOffer(lease, content, is_early, wish.rendezvous, guard_value=offer.lease)
+                offer = _OwnOffer(lease, content, wish.rendezvous, guard_value=offer.lease)
         elif wish.offer_answer and request.prompt_embeds is None:
             # The next prompt has token ids, so its digest could not equal that of vectors.
-            offer = _OwnOffer(self._numbers.draw(), "", is_early=False, is_answer=True)
+            offer = _OwnOffer(self._numbers.draw(), "", is_answer=True)
         state = RequestState.ANNOUNCED if claim is None else RequestState.CLAIMED
         traceparent = traceparent_of(request.kv_transfer_params)
         record = self._requests[request_id] = _Request(request_id, state, claim, offer, traceparent)
@@ -313,18 +319,16 @@ class HandoffScheduler(SchedulerHalf):
         )
         self._move(record, RequestState.LOADING)
 
-    def request_progressed(
-        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """Open an offer of what is computed so far, or extend it, if the request asked for an early offer.
+    def request_progressed(self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]) -> None:
+        """Open the offer of a rendezvous with what is computed so far, or extend it.
 
-        A request that loses its blocks after that is not offered a second time: its consumer knows of the first offer only.
+        Its consumer has claimed, or will, by the name. A request that loses its blocks after that is not offered a second time: its consumer knows of the first offer only.
 
         Raises:
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
         """
         if not self.may_offer:
-            return None
+            return
         tables, num_ready = _as_tables(block_ids), request.num_computed_tokens
         if (record := self._in_state(request, RequestState.OPEN)) is not None:
             orders = self._order(record)
@@ -332,18 +336,16 @@ class HandoffScheduler(SchedulerHalf):
                 orders.offer = replace(orders.offer, block_ids=tables, num_ready=num_ready)
             else:
                 orders.extension = ExtendOrder(tables, num_ready)
-            return None
+            return
         record = self._in_state(request, RequestState.ANNOUNCED)
-        if record is None or record.offer is None or not record.offer.is_early:
-            return None
-        offer = self._name_offer(request, record.offer.lease, tables)
+        if record is None or record.offer is None or not (record.offer.name and self._keeps_all_blocks):
+            return
         own = record.offer
+        offer = self._name_offer(request, own.lease, tables)
         self._order(record).offer = OpenOrder(
             offer.lease, tables, offer.num_tokens, num_ready, own.content, own.guard_value
         )
         self._move(record, RequestState.OPEN)
-        # The consumer of a rendezvous needs no answer: it has claimed, or will, by the name.
-        return None if own.name else self._params(offer, record)
 
     def end_offers(self) -> None:
         """End the offers that no worker half knows of yet. The worker halves end the others by themselves (`begin_anew`)."""
@@ -425,9 +427,7 @@ class HandoffScheduler(SchedulerHalf):
         """
         self._without_blocks.discard(request.request_id)
         if (question := self._questions.pop(request.request_id, None)) is not None:
-            return False, self._describe() if question.describe else self._params_of_answer(
-                question.answer_of
-            )
+            return False, self.describe() if question.describe else self._params_of_answer(question.answer_of)
         record = self._requests.get(request.request_id)
         if record is None:
             return False, None
@@ -531,16 +531,6 @@ class HandoffScheduler(SchedulerHalf):
             ),
             None,
         )
-
-    def _describe(self) -> dict[str, Any]:
-        """Return what a router should know of this start of the node."""
-        return {
-            "kv_role": self._config.kv_role,
-            "load_failure_policy": self._config.kv_load_failure_policy,
-            "protocol": PROTOCOL_VERSION,
-            "remote_engine_id": self._config.engine_id,
-            **({"remote_epoch": f"{self._workers[0].epoch:x}"} if self._workers else {}),
-        }
 
     def _yield_answers(self, num_waiting: int) -> None:
         """End an offer of an answer for each request that waits for blocks. If that is too little, the next step ends more."""
@@ -649,9 +639,17 @@ class HandoffScheduler(SchedulerHalf):
         return offer.engine_id == self._config.engine_id and offer.epoch in epochs
 
     def _params(self, offer: RemoteOffer, record: _Request) -> dict[str, Any]:
+        return offer_params(offer, record.traceparent) | self._place()
+
+    def _place(self) -> dict[str, Any]:
         # A consumer of a state must know how many tokens it stands for before it claims, which only an answer tells.
-        return offer_params(
-            offer, record.traceparent, can_meet=not self._has_state, chunk_tokens=self._chunk_tokens
+        may_name_offers = self._config.is_kv_producer and not self._has_state
+        return place_params(
+            self._config.engine_id,
+            self._workers[0].epoch,
+            [worker.address for worker in self._workers],
+            has_rendezvous=may_name_offers,
+            chunk_tokens=self._chunk_tokens,
         )
 
     def _name_offer(self, request: ConnectorRequest, lease: int, tables: BlockTables) -> RemoteOffer:
@@ -678,7 +676,6 @@ class HandoffScheduler(SchedulerHalf):
         allowed = TransferWish(
             offer_result=wish.offer_result and self._config.is_kv_producer,
             load_from=wish.load_from if may_load else None,
-            offer_early=wish.offer_early and self._config.is_kv_producer,
             release=wish.release if self._config.is_kv_producer or may_offer_answer else None,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
             offer_answer=wish.offer_answer,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ..p2p.params import draw_rendezvous_name, rendezvous_params
 from ..stats import COUNTERS, TransferRecord
 from .broken import promise
 from .harness import (
@@ -160,8 +161,8 @@ class DeliveryPromises:
         check_contents(consumer, blocks, expected, "every offered byte arrives in the right block")
 
 
-class OverlapPromises:
-    """With `"overlap": true`, a prompt is read while it is still computed: what is computed, and nothing of what is not."""
+class RendezvousPromises:
+    """In a rendezvous, a prompt is read while it is still computed: what is computed, and nothing of what is not."""
 
     def test_a_prompt_is_loaded_while_it_is_computed(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
@@ -169,11 +170,11 @@ class OverlapPromises:
         for number, num_tokens_per_step in enumerate((5, 6, 7)):  # no chunk ends where a block ends
             producer.max_step_tokens = num_tokens_per_step
             name, first = f"p{number}", 100 * number
-            wish = {"do_remote_decode": True, "overlap": True}
+            wish, params = rendezvous_of(producer)
             producer.add(Request(name, 18, wish, first_token_id=first))
-            producer.step_until(lambda name=name: name in producer.params)  # type: ignore[misc]
+            producer.step()
             producer.max_step_tokens = 0  # the rest is computed later
-            consumer.add(Request(f"d{number}", 18, producer.params[name], first_token_id=first))
+            consumer.add(Request(f"d{number}", 18, params, first_token_id=first))
             eventually(
                 "blocks are loaded as soon as they are computed",
                 lambda: not consumer.is_poison(everything),
@@ -190,9 +191,10 @@ class OverlapPromises:
 
     def test_a_prompt_that_is_preempted_while_it_is_read_is_a_failed_load(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(max_step_tokens=5), make_node()
-        producer.add(Request("p", 18, {"do_remote_decode": True, "overlap": True}))
-        producer.step_until(lambda: "p" in producer.params)
-        consumer.add(Request("d", 18, producer.params["p"]))
+        wish, params = rendezvous_of(producer)
+        producer.add(Request("p", 18, wish))
+        producer.step()
+        consumer.add(Request("d", 18, params))
         for _ in range(5):
             consumer.step()
         producer.preempt("p")
@@ -200,6 +202,13 @@ class OverlapPromises:
         finish(consumer, "d", producer)
         check_counts("a load whose offer was lost fails", consumer.failed_loads, {"d"})
         settle(producer, consumer)
+
+
+def rendezvous_of(producer: ModelFreeNode) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the params of a rendezvous at a producer: for the producer, and for the consumer."""
+    name = draw_rendezvous_name()
+    wish = {"do_remote_decode": True, "rendezvous": name}
+    return wish, rendezvous_params(name, producer.scheduler.describe())
 
 
 class FigurePromises:

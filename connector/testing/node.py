@@ -689,7 +689,7 @@ class ModelFreeNode:
             request.num_computed_tokens += item.num_scheduled_tokens
             self._require_computed(entry)
             if request.num_computed_tokens < request.num_prompt_tokens:
-                self._tell_progress(entry)
+                self.scheduler.request_progressed(request, [list(entry.block_ids)])
                 continue
             entry.num_answer_tokens += 1
             if entry.num_answer_tokens >= entry.max_answer_tokens:
@@ -700,17 +700,6 @@ class ModelFreeNode:
         last = entry.request.num_computed_tokens
         wrong = self.pool.wrong_token(entry.block_ids, 0, last, entry.values, range(self.shape.num_layers))
         promise("what the node computed stays as it is", kept=not wrong, seen=wrong)
-
-    def _tell_progress(self, entry: _Entry) -> None:
-        request_id = entry.request.request_id
-        params = self.scheduler.request_progressed(entry.request, [list(entry.block_ids)])
-        if params is not None:
-            promise(
-                "request_progressed returns kv_transfer_params at most once per request",
-                kept=request_id not in self.params,
-                seen=f"it returned some again for {request_id!r}: {params}",
-            )
-            self._take_params(request_id, params)
 
     # -- results -------------------------------------------------------------------------------------
 

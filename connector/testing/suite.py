@@ -10,7 +10,7 @@ import pytest
 from ...transports.testing.leaks import LeavesNothingBehind
 from .aborts import RequestsThatEndEarly
 from .failures import AbortPromises, FailurePromises
-from .handoffs import DeliveryPromises, FigurePromises, OverlapPromises
+from .handoffs import DeliveryPromises, FigurePromises, RendezvousPromises
 from .harness import MakeNode, node_maker
 from .loads import LoadPromises
 from .promises import ConnectorPromises
@@ -49,6 +49,6 @@ class ConnectorConformance(LoadPromises, RequestsThatEndEarly, ConnectorPromises
 
 
 class HandoffConformance(
-    ConnectorConformance, DeliveryPromises, OverlapPromises, FigurePromises, FailurePromises, AbortPromises
+    ConnectorConformance, DeliveryPromises, RendezvousPromises, FigurePromises, FailurePromises, AbortPromises
 ):
     """The promises of a connector that uses the handoff protocol between nodes (`PeerToPeerConnector`)."""

@@ -140,7 +140,7 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
     return DemoOptions(
         prompts=_prompts(options),
         prompt_template=CHAT_TEMPLATE if is_chat else PLAIN_TEMPLATE,
-        ways=_ways(options.overlap, is_default, options.router),
+        ways=_ways(is_default, options.router),
         max_tokens=options.max_tokens,
         router=options.router,
         connector=options.connector,
@@ -214,13 +214,6 @@ def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
     for name in PAIR_OPTIONS:
         add_option(group, name)
     group.set_defaults(connector=DEFAULT_CONNECTOR)
-    group.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        help="transfer the KV cache chunk by chunk while the rest of the prompt is computed (default: the default prompts "
-        "are asked without overlap, with the prefill node's first token, and with overlap; your own prompts only with the "
-        "first token)",
-    )
 
 
 def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
@@ -239,16 +232,11 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _ways(overlap: bool | None, is_default: bool, router: str) -> tuple[Way, ...]:
-    is_ours = router == "kvferry"
-    if overlap and not is_ours:
-        raise StartupError(
-            f"--overlap with --router {router}: only the router of kvferry can do that; leave one out"
-        )
-    usual = Way(first_token=is_ours)
-    if overlap is not None:
-        return (Way(overlap=True) if overlap else usual,)
-    return (Way(), usual, Way(overlap=True)) if is_default and is_ours else (usual,)
+def _ways(is_default: bool, router: str) -> tuple[Way, ...]:
+    if router != "kvferry":
+        return (Way.IN_TURN,)
+    # Both, so that the table shows what the router's default way is worth.
+    return (Way.IN_TURN, Way.DEFAULT) if is_default else (Way.DEFAULT,)
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,31 +21,20 @@ NO_FIGURES = "no figures reported"
 NOT_COUNTED = "-"
 
 
-@dataclass(frozen=True)
-class Way:
-    """Say how the router sends a request through the pair.
+class Way(enum.Enum):
+    """How the router sends a request through the pair.
 
-    Attributes:
-        overlap: Each chunk of the prompt is transferred while the next one is computed.
-        first_token: The client receives the first token from the prefill node; otherwise from the decode node.
+    `IN_TURN` asks one node after the other, and the decode node chooses every token. `DEFAULT` is what the router does without
+    options: the client receives the first token from the prefill node, and a prompt of several chunks crosses while it is computed.
     """
 
-    overlap: bool = False
-    first_token: bool = False
-
-    @property
-    def name(self) -> str:
-        """What the demo calls it; empty for the plain way."""
-        return "with overlap" if self.overlap else "with the first token" if self.first_token else ""
+    IN_TURN = "in turn"
+    DEFAULT = "default"
 
     @property
     def router_arguments(self) -> tuple[str, ...]:
-        """Options of a router that goes this way. It must not choose another, because the table compares ways by their names."""
-        return (
-            *("--rendezvous", "off"),
-            *(("--overlap",) if self.overlap else ()),
-            *(() if self.first_token else ("--first-token", "off")),
-        )
+        """Options of a router that goes this way."""
+        return () if self is Way.DEFAULT else ("--rendezvous", "off", "--first-token", "off")
 
 
 @dataclass(frozen=True)
@@ -55,8 +45,7 @@ class RequestReport:
         identical: Both nodes answered, with the same tokens.
         near_ties: Where the pair chose the other one of two tokens whose logits are almost equal, if everything else is
             as the single node says; see `near_tie`. Empty if the answers differ in any other way.
-        overlap: Whether each chunk could be transferred while the next one was computed.
-        first_token: Whether the prefill node's first token could go to the client.
+        way: How the router sent the request; see `Way`.
         loaded_tokens: Prompt tokens whose cache was moved.
         transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or if the
             connector reported no figures. The other figures are 0 in both cases.
@@ -72,8 +61,7 @@ class RequestReport:
     identical: bool
     near_ties: list[dict[str, Any]]
     connector: str
-    overlap: bool
-    first_token: bool
+    way: str
     loaded_tokens: int
     transport: str
     layout: str
@@ -99,16 +87,14 @@ def report_of(
     comparison: Comparison | None,
     connector: str,
     layout: str,
-    way: Way | None = None,
+    way: Way = Way.IN_TURN,
 ) -> RequestReport:
     """Compare both answers, and measure memcpy with as many bytes as were moved.
 
     Args:
         comparison: Of the two answers; None if one of the nodes failed.
         layout: Layout of the decode node's cache, for a record of no transfer.
-        way: How the router sent the request; None for the plain way.
     """
-    way = way or Way()
     transfer = answer.transfer
     kv_bytes = transfer.get("num_bytes", 0)
     transfer_s = transfer.get("seconds", 0.0)
@@ -120,8 +106,7 @@ def report_of(
         identical=comparison is not None and comparison.is_identical,
         near_ties=_near_ties(comparison),
         connector=connector,
-        overlap=way.overlap,
-        first_token=way.first_token,
+        way=way.value,
         loaded_tokens=answer.loaded_tokens,
         transport=transfer.get("transport", ""),
         layout=transfer.get("layout", "") or layout,
@@ -216,14 +201,10 @@ _COLUMNS = (
     _Column("prompt", lambda prompt, answer, report: shortened(prompt, MAX_PROMPT_CHARS)),
     _Column("tokens", lambda prompt, answer, report: str(report.prompt_tokens), "length of the prompt"),
     _Column(
-        "overlap",
-        lambda prompt, answer, report: "yes" if report.overlap else "no",
-        "whether each chunk of the prompt was transferred while the next one was computed",
-    ),
-    _Column(
-        "first token",
-        lambda prompt, answer, report: "prefill" if report.first_token else "decode",
-        "which node's first token the client received",
+        "way",
+        lambda prompt, answer, report: report.way,
+        "in turn: one node after the other, all tokens from the decode node; default: the first token comes from the prefill "
+        "node, and of a prompt of several chunks each is transferred while the next one is computed",
     ),
     _Column(
         "blocks",
@@ -249,7 +230,7 @@ _COLUMNS = (
     _Column(
         "ms",
         lambda prompt, answer, report: f"{report.transfer_s * 1e3:.2f}",
-        "time from the start of the first read to the end of the last; with overlap also the computing in between",
+        "time from the start of the first read to the end of the last; by the default way also the computing in between",
         is_transfer=True,
     ),
     _Column(

@@ -157,7 +157,7 @@ def _keep(
 
 def _say_pages(routers: Mapping[Way, LaunchedProcess]) -> None:
     for way, router in routers.items():
-        which = f"{way.name or 'without overlap'}: " if len(routers) > 1 else ""
+        which = f"{way.value}: " if len(routers) > 1 else ""
         say(f"  {which}{router.url}/")
 
 
@@ -167,19 +167,16 @@ def _ask_pair(routers: Mapping[Way, LaunchedProcess], options: DemoOptions) -> l
     for way, router in routers.items():
         display: Display
         if answers:
-            how = (
-                "each chunk is transferred while the next one is computed"
-                if way.overlap
-                else "it comes from the prefill node, before the transfer"
+            say(
+                "\nasking the pair again, in the router's default way: first token from the prefill node, prompts chunk by chunk"
             )
-            say(f"\nasking the pair again, {way.name}: {how}")
-            display = Whole(way.name, len(options.prompts), is_silent=True)
+            display = Whole(f"{way.value} way", len(options.prompts), is_silent=True)
         elif options.concurrency == 1:
             display = Streaming()
         else:
             display = Whole("asking the pair", len(options.prompts))
         # The salt keeps a way from finding the blocks of an earlier one in a node's prefix cache.
-        salt = way.name if answers else ""
+        salt = way.value if answers else ""
         answers[way] = _ask_all(router.url, options, display, salt)
     return [answer for ways in zip(*answers.values(), strict=True) for answer in ways]
 
@@ -262,7 +259,7 @@ def _start_router(
 ) -> LaunchedProcess:
     if options.router == "vllm-router":
         return start_vllm_router(launcher, options.router, [prefill], [decode])
-    name = f"router {way.name}".strip() if len(options.ways) > 1 else "router"
+    name = f"router {way.value}" if len(options.ways) > 1 else "router"
     return launcher.start_router(name, [prefill], [decode], *way.router_arguments)
 
 

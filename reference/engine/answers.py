@@ -69,10 +69,6 @@ class Answer:
             return "stop"
         return "length" if self.request.num_output_tokens >= self._max_output_tokens else None
 
-    def early_piece(self, kv_transfer_params: Mapping[str, Any]) -> RequestOutput:
-        """Return an output before the first token, with what another node needs to start loading the prompt."""
-        return self._output((), "", None, "", kv_transfer_params)
-
     def take_known_piece(self) -> RequestOutput | None:
         """Return an output with the request's `first_token_id`, before the first new token; None if it has none."""
         if self._known_text is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -40,6 +42,7 @@ class Parts:
     Attributes:
         config: The configuration derived from the settings.
         connector_name: Class of the connector; empty if there is none.
+        connector_description: What the connector says of this start of the node.
         resources: Closing it shuts the connector down, and stops the executor's processes.
     """
 
@@ -51,6 +54,7 @@ class Parts:
     executor: Executor
     hasher: BlockHasher
     connector_name: str
+    connector_description: Mapping[str, Any]
     resources: ExitStack
 
 
@@ -91,6 +95,7 @@ def assemble(settings: EngineSettings) -> Parts:
             executor=executor,
             hasher=get_request_block_hasher(settings.block_size, sha256),
             connector_name="" if connector is None else type(connector).__name__,
+            connector_description={} if connector is None else connector.describe(),
             resources=resources.pop_all(),
         )
 

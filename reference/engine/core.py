@@ -254,10 +254,7 @@ class EngineCore:
         return self.parts.scheduler.step_failed(plan, failure.report, f"its computation failed: {failure}")
 
     def _outputs(self, outcome: StepOutcome) -> list[RequestOutput]:
-        outputs = [
-            self._answers[request.source.request_id].early_piece(params)
-            for request, params in outcome.early_params
-        ]
+        outputs: list[RequestOutput] = []
         for request in outcome.new_tokens:
             known = self._answers[request.source.request_id].take_known_piece()
             outputs += [self._piece(request)] if known is None else [known, self._piece(request)]

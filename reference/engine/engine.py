@@ -137,6 +137,11 @@ class Engine:
         return hashlib.sha256(made_of.encode()).hexdigest()[:16] if identity.tokenizer else ""
 
     @property
+    def connector_description(self) -> Mapping[str, Any]:
+        """What the connector says of this start of the node, such as where a decode node can reach it; empty without one."""
+        return self._started().parts.connector_description
+
+    @property
     def samples_after_whole_prompt(self) -> bool:
         """Whether a prefill's token is the answer's first one. With recurrent layers it leaves out the prompt's last token."""
         return not self._started().parts.config.model.recurrent_layers

@@ -249,13 +249,10 @@ class Handoffs:
         transfer.holds.add(hold)
         return transfer
 
-    def on_progress(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Mapping[str, Any] | None:
-        """Note that part of the prompt was computed.
-
-        Returns:
-            What another node needs to start loading, the first time that it can; otherwise None.
-        """
-        return None if self._connector is None else self._connector.request_progressed(request, block_ids)
+    def on_progress(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Note that part of the prompt was computed."""
+        if self._connector is not None:
+            self._connector.request_progressed(request, block_ids)
 
     def take_metadata(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
         """Take what the worker half must do in this step.

@@ -330,7 +330,7 @@ class Scheduler:
 
     def _take_in(self, request: Request, token_ids: Sequence[int], outcome: StepOutcome) -> None:
         if request.num_computed_tokens < request.num_prompt_tokens:
-            self._tell_progress(request, outcome)
+            self._tell_progress(request)
         for token_id in token_ids:
             request.append_token(token_id)
             outcome.new_tokens.append(request)
@@ -386,14 +386,12 @@ class Scheduler:
         failed, self._failed = self._failed, {}
         return list(failed.values())
 
-    def _tell_progress(self, request: Request, outcome: StepOutcome) -> None:
+    def _tell_progress(self, request: Request) -> None:
         block_ids = self._manager.get_block_ids(request.request_id)
         try:
-            params = self.handoffs.on_progress(request, block_ids)
+            self.handoffs.on_progress(request, block_ids)
         except Exception as error:
             raise RequestFailedError(self.handoffs.describe("request_progressed", error)) from error
-        if params is not None:
-            outcome.early_params.append((request, params))
 
     def _apply_report(self, report: KVConnectorOutput, outcome: StepOutcome) -> set[str]:
         """Act on the report of the worker half; return the running requests whose step is void."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...connector.base import KVConnectorMetadata
 from .request import Request
@@ -91,10 +89,8 @@ class StepOutcome:
 
     Attributes:
         new_tokens: Requests that have a new token, already appended.
-        early_params: Requests whose prompt is not yet computed completely, and what another node needs to start loading it.
         failed: Requests that failed, and why. The caller must still finish them.
     """
 
     new_tokens: list[Request] = field(default_factory=list)
-    early_params: list[tuple[Request, Mapping[str, Any]]] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)

@@ -178,8 +178,7 @@ class RequestOutput:
         new_token_ids: Tokens since the previous output.
         text_delta: Text since the previous output. A stop text and what follows it never appear.
         error: Why the request ended with `finish_reason` `"error"`; otherwise empty.
-        kv_transfer_params: In the last output of a prefill, what the decode node needs. If the request asked for an
-            early offer and its prompt takes several steps, an output before the first token has them already.
+        kv_transfer_params: In the last output of a prefill, what the decode node needs.
         next_token: Set from the first token on if the request has `num_top_logits`.
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
         prompt_logprobs: With the first token if the request has `num_prompt_logprobs`: one entry for each token of the

@@ -16,6 +16,7 @@ from aiohttp import ClientConnectionResetError, web
 
 from ...connector.errors import ConnectorError
 from ...connector.stats import KVConnectorStats
+from ...web.access import HAS_KEY
 from ...web.admin import admin_application
 from ...web.api_pages import add_api_pages
 from ...web.connections import is_overloaded, turn_of
@@ -171,7 +172,11 @@ class NodeServer:
         if status == "ok" and is_overloaded(request):
             status, error = "overloaded", "as many requests wait as --max-queued-requests allows"
         is_up = status in ("ok", "overloaded")
-        return self._described(status, error, status == "ok", **(self._what_it_is() if is_up else {}))
+        told = self._what_it_is() if is_up else {}
+        if is_up and request.get(HAS_KEY, False):
+            # Where a decode node can reach this one: a router names both in the first request, for which it needs a key.
+            told["kv_transfer_params"] = self._engine.connector_description
+        return self._described(status, error, status == "ok", **told)
 
     def _what_it_is(self) -> dict[str, Any]:
         """Say which requests fit: a router refuses a node that cannot do what it was named for."""
@@ -398,9 +403,6 @@ class NodeServer:
             # Only computing the prompt gives its log probabilities, so this node does that, and loads nothing.
             self._engine.decline(params)
             params = None
-        elif params is not None:
-            # An early offer would leave before they are known.
-            params = {key: value for key, value in params.items() if key != "overlap"}
         return replace(client, kv_transfer_params=params), None
 
     def _echo(
@@ -535,8 +537,6 @@ class NodeServer:
             elif output.new_token_ids or output.text_delta or output.finish_reason:
                 first = self._first_token(envelope, output, client)
                 yield _event({**envelope.chunk(choices[index], delta), **first})
-            elif output.kv_transfer_params is not None:
-                yield _event(envelope.early_chunk(output.kv_transfer_params))
             if output.finish_reason:
                 self._metrics.observe(output.metrics)
         if client.include_usage:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...web.errors import ApiError
@@ -214,11 +214,6 @@ class Envelope:
             **self._head(self.reply_format.chunk_object, [self._choice(choice, delta, content)]),
             **tail,
         }
-
-    def early_chunk(self, kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a chunk without text, before all others, with what a decode node needs to start loading the prompt."""
-        head = self._head(self.reply_format.chunk_object, [])
-        return {**head, "kv_transfer_params": dict(kv_transfer_params)}
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the chunk after the last piece, for clients that asked for the usage."""

@@ -109,20 +109,22 @@ def test_other_shells_accept_their_scripts(shell: str, capsys: pytest.CaptureFix
 def test_the_file_gives_defaults_to_a_program_also_for_repeated_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.toml").write_text('[router]\nprefill = ["http://a", "http://b"]\noverlap = true\n')
+    (tmp_path / "config.toml").write_text(
+        '[router]\nprefill = ["http://a", "http://b"]\nask-for-answers = true\n'
+    )
     monkeypatch.setenv("KVFERRY_CONFIG", str(tmp_path / "config.toml"))
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(Program, "run", lambda self, arguments: seen.append(arguments) or 0)
     assert main(["router", "--decode", "http://c"]) == 0
     assert main(["router", "--decode", "http://c", "--prefill", "http://d"]) == 0
-    assert [(found.prefill, found.decode, found.overlap) for found in seen] == [
+    assert [(found.prefill, found.decode, found.ask_for_answers) for found in seen] == [
         (["http://a", "http://b"], ["http://c"], True),
         (["http://d"], ["http://c"], True),
     ]
 
 
 def test_an_option_with_two_names_and_one_with_a_negation_have_their_first_name_in_the_file() -> None:
-    for name, value in (("page-order", "HND"), ("overlap", False)):
+    for name, value in (("page-order", "HND"),):
         parser = make_parser(with_options=("demo",))
         config_file.apply({"demo": {name: value}}, commands_of(parser), "demo")
         assert getattr(parser.parse_args(["demo"]), name.replace("-", "_")) == value
@@ -134,7 +136,6 @@ def test_bash_completes_the_options_of_programs(capsys: pytest.CaptureFixture[st
     assert _completed(script, "kvferry", "se") == ["serve"]
     assert _completed(script, "kvferry", "serve", "--kv-t") == ["--kv-transfer-config"]
     assert _completed(script, "kvferry", "serve", "--role", "de") == ["decode"]
-    assert _completed(script, "kvferry", "demo", "--no-o") == ["--no-overlap"]
 
 
 def test_a_program_whose_packages_are_missing_says_what_to_install(

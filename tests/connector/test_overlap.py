@@ -11,22 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.errors import InvalidTransferParamsError
 from kvferry.connector.identity.content import content_digest
 from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from kvferry.connector.p2p.orders import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
+from kvferry.connector.p2p.params import rendezvous_params
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, Step, engine_config
 
 SHAPE = CacheShape()
 BLOCK = SHAPE.block_size
 NUM_TOKENS = 18
-WISH = {"do_remote_decode": True, "overlap": True}
+NAME = "0123456789abcdef" * 2
+WISH = {"do_remote_decode": True, "rendezvous": NAME}
 
 MakeNode = Callable[..., ModelFreeNode]
 
 
-CONNECTORS = ["inproc", "shm", "zeromq", "tcp", "auto", "MultiConnector"]
+CONNECTORS = ["inproc", "shm", "zeromq", "tcp", "auto"]
 
 UCX = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
 ON_GPUS = ["auto on GPUs", "zeromq on GPUs", "tcp on GPUs", pytest.param("ucx on GPUs", marks=UCX)]
@@ -34,19 +35,13 @@ ON_GPUS = ["auto on GPUs", "zeromq on GPUs", "tcp on GPUs", pytest.param("ucx on
 
 @pytest.fixture(params=CONNECTORS)
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
-    """Make nodes with one connector, or with shm and zeromq in a `MultiConnector`."""
+    """Make nodes with one connector."""
     name, _, are_on_gpus = request.param.partition(" ")
     if are_on_gpus:
         request.getfixturevalue("gpu_pools")
     with ExitStack() as stack:
 
         def make(shape: CacheShape = SHAPE, **options: Any) -> ModelFreeNode:
-            if name == "MultiConnector":
-                children = [
-                    {"kv_connector": child, "kv_connector_extra_config": options}
-                    for child in ("shm", "zeromq")
-                ]
-                options = {"connectors": children}
             config = engine_config(name, block_size=shape.block_size, kv_connector_extra_config=options)
             return stack.enter_context(ModelFreeNode(config, shape))
 
@@ -55,12 +50,17 @@ def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
 
 @dataclass
 class Prefill:
-    """A prompt that a node computes chunk by chunk, with its blocks and the contents that they will have."""
+    """A prompt that a node computes chunk by chunk, with its blocks and the contents that they will have.
+
+    Attributes:
+        params: With which a consumer claims it, from the beginning.
+    """
 
     node: ModelFreeNode
     request: Request
     blocks: list[int]
     expected: torch.Tensor
+    params: dict[str, Any] | None
 
     @classmethod
     def begin(cls, node: ModelFreeNode, request_id: str = "p") -> Prefill:
@@ -72,16 +72,17 @@ class Prefill:
         node.fill(blocks, seed=5)
         expected = node.contents(blocks)
         node.pool.poison(blocks)
-        return cls(node, request, blocks, expected)
+        return cls(node, request, blocks, expected, rendezvous_params(NAME, node.scheduler.describe()))
 
     def compute(self, num_tokens: int) -> dict[str, Any] | None:
-        """Compute the first `num_tokens` tokens. Returns the params that the connector then makes."""
+        """Compute the first `num_tokens` tokens. Returns the params of the answer, if these are all."""
         self.request.num_computed_tokens = num_tokens
         num_blocks = -(-num_tokens // BLOCK)
         self.node.write(self.blocks[:num_blocks], self.expected[:, :num_blocks])
         if num_tokens == NUM_TOKENS:
             return self.node.finish(self.request, self.blocks, "length")
-        return self.node.scheduler.request_progressed(self.request, [self.blocks[:num_blocks]])
+        self.node.scheduler.request_progressed(self.request, [self.blocks[:num_blocks]])
+        return None
 
 
 def start_load(consumer: ModelFreeNode, params: dict[str, Any] | None) -> list[int]:
@@ -104,17 +105,14 @@ def is_loaded(consumer: ModelFreeNode) -> bool:
 def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
-    params = prefill.compute(6)
-    blocks = start_load(consumer, params)
+    prefill.compute(6)
+    blocks = start_load(consumer, prefill.params)
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 1), producer)
     assert consumer.is_poison(blocks[1:])  # the second block is half computed
-    assert prefill.compute(14) is None
+    prefill.compute(14)
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 3), producer)
     assert not is_loaded(consumer)
-    last = prefill.compute(NUM_TOKENS)
-    assert params is not None
-    assert last is not None
-    assert last["remote_lease"] == params["remote_lease"]
+    assert prefill.compute(NUM_TOKENS) is not None
     consumer.step_until(lambda: is_loaded(consumer) and not producer.held, producer)
     assert consumer.load_error("d") == ""
     assert has_arrived(consumer, prefill, blocks, len(blocks))
@@ -126,7 +124,8 @@ def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> 
 def test_nodes_with_other_block_sizes_overlap_too(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node(replace(SHAPE, block_size=8))
     prefill = Prefill.begin(producer)
-    blocks = start_load(consumer, prefill.compute(10))
+    prefill.compute(10)
+    blocks = start_load(consumer, prefill.params)
     consumer.step_until(lambda: not consumer.is_poison(blocks[:1]), producer)
     prefill.compute(NUM_TOKENS)
     consumer.step_until(lambda: is_loaded(consumer), producer)
@@ -138,7 +137,8 @@ def test_nodes_with_other_block_sizes_overlap_too(make_node: MakeNode) -> None:
 def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
-    blocks = start_load(consumer, prefill.compute(8))
+    prefill.compute(8)
+    blocks = start_load(consumer, prefill.params)
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 2), producer)
     metadata = producer.scheduler.build_connector_meta(Step(preempted_req_ids={"p"}))
     producer.worker.handle_preemptions({"p"})
@@ -152,7 +152,7 @@ def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) ->
     assert consumer.invalid_block_ids == set(blocks)
     # The prompt is computed again, but not offered again: no consumer would know of the offer, and its blocks would be
     # held until the lease expires.
-    assert prefill.compute(8) is None
+    prefill.compute(8)
     assert prefill.compute(NUM_TOKENS) is None
     assert not producer.held
     assert producer.num_reports("p", "sending") == 0
@@ -163,7 +163,8 @@ def test_a_claim_of_an_offer_that_was_preempted_in_the_same_step_is_denied_at_on
 ) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
-    start_load(consumer, prefill.compute(8))
+    prefill.compute(8)
+    start_load(consumer, prefill.params)
     consumer.step()
     metadata = producer.scheduler.build_connector_meta(Step(preempted_req_ids={"p"}))
     producer.worker.handle_preemptions({"p"})
@@ -178,7 +179,8 @@ def test_a_claim_of_an_offer_that_was_preempted_in_the_same_step_is_denied_at_on
 def test_a_prefill_that_is_aborted_keeps_its_blocks_until_no_consumer_reads_them(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
-    start_load(consumer, prefill.compute(8))
+    prefill.compute(8)
+    start_load(consumer, prefill.params)
     consumer.step()
     producer.step()
     assert producer.finish(prefill.request, prefill.blocks, "abort") is None
@@ -191,7 +193,8 @@ def test_a_prefill_that_is_aborted_keeps_its_blocks_until_no_consumer_reads_them
 def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
-    request = Request("d", NUM_TOKENS, prefill.compute(8))
+    prefill.compute(8)
+    request = Request("d", NUM_TOKENS, prefill.params)
     consumer.scheduler.on_new_request(request)
     consumer.finish(request, [], "abort")
     consumer.step_until(lambda: producer.stats.counters.get("offers_aborted_total", 0) > 0, producer)
@@ -204,7 +207,8 @@ def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(m
 def test_the_wait_for_progress_is_bounded(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node(progress_wait_s=0.2)
     prefill = Prefill.begin(producer)
-    start_load(consumer, prefill.compute(8))
+    prefill.compute(8)
+    start_load(consumer, prefill.params)
     consumer.step_until(lambda: is_loaded(consumer), producer)
     assert "timed out waiting for the producer to compute" in consumer.load_error("d")
 
@@ -222,18 +226,19 @@ class TestOrders:
             made.set_handshake_metadata({0: address})  # type: ignore[dict-item]
         return made
 
-    def progressed(self, scheduler: HandoffScheduler, request: Request, num_tokens: int) -> Any:
+    def progressed(self, scheduler: HandoffScheduler, request: Request, num_tokens: int) -> None:
         request.num_computed_tokens = num_tokens
-        return scheduler.request_progressed(request, [[5, 6, 7, 8, 9][: -(-num_tokens // BLOCK)]])
+        scheduler.request_progressed(request, [[5, 6, 7, 8, 9][: -(-num_tokens // BLOCK)]])
 
     def test_an_offer_is_opened_extended_and_completed(self, scheduler: HandoffScheduler) -> None:
         request = Request("p", NUM_TOKENS, WISH)
         scheduler.on_new_request(request)
-        assert self.progressed(scheduler, request, 8)["remote_num_tokens"] == NUM_TOKENS
+        self.progressed(scheduler, request, 8)
         orders = scheduler.build_connector_meta()
         lease, content = orders.announcements["p"].lease, content_digest(request, NUM_TOKENS)
-        assert orders.offers == {"p": OpenOrder(lease, ((5, 6),), NUM_TOKENS, 8, content)}
-        assert self.progressed(scheduler, request, 12) is None
+        guard_value = orders.offers["p"].guard_value
+        assert orders.offers == {"p": OpenOrder(lease, ((5, 6),), NUM_TOKENS, 8, content, guard_value)}
+        self.progressed(scheduler, request, 12)
         assert scheduler.build_connector_meta().extensions == {"p": ExtendOrder(((5, 6, 7),), 12)}
         request.num_computed_tokens, request.finish_reason = NUM_TOKENS, "length"
         assert scheduler.request_finished(request, [[5, 6, 7, 8, 9]])[0]
@@ -242,8 +247,8 @@ class TestOrders:
     def test_a_prompt_that_ends_before_its_open_order_is_sent_is_offered(
         self, scheduler: HandoffScheduler
     ) -> None:
-        for name in ("p", "q"):
-            scheduler.on_new_request(request := Request(name, NUM_TOKENS, WISH))
+        for name, wish in (("p", WISH), ("q", {**WISH, "rendezvous": NAME[::-1]})):
+            scheduler.on_new_request(request := Request(name, NUM_TOKENS, wish))
             self.progressed(scheduler, request, 8)
         first = Request("p", NUM_TOKENS, WISH, NUM_TOKENS, "length")
         scheduler.request_finished(first, [[5, 6, 7, 8, 9]])
@@ -274,7 +279,7 @@ class TestOrders:
 
     def test_nothing_is_offered_early_without_being_asked_for(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, {"do_remote_decode": True}))
-        assert self.progressed(scheduler, request, 8) is None
+        self.progressed(scheduler, request, 8)
         assert not scheduler.build_connector_meta().offers
 
     def test_a_group_that_frees_blocks_meanwhile_is_offered_only_at_the_end(self) -> None:
@@ -283,10 +288,5 @@ class TestOrders:
         assert config is not None
         scheduler = HandoffScheduler(config, KVCacheConfig(8, (), (KVCacheGroupSpec(("a",), spec),)))
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
-        assert self.progressed(scheduler, request, 8) is None
-
-    def test_an_overlap_param_that_is_not_a_boolean_is_refused_by_name(
-        self, scheduler: HandoffScheduler
-    ) -> None:
-        with pytest.raises(InvalidTransferParamsError, match="overlap"):
-            scheduler.on_new_request(Request("p", NUM_TOKENS, {"do_remote_decode": True, "overlap": 1}))
+        self.progressed(scheduler, request, 8)
+        assert not scheduler.build_connector_meta().offers

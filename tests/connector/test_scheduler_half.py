@@ -26,7 +26,7 @@ from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError,
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.identity.content import content_digest
 from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, WorkerAddress
-from kvferry.connector.p2p.params import meeting_params, parse_transfer_params, rendezvous_lease
+from kvferry.connector.p2p.params import parse_transfer_params, rendezvous_lease, rendezvous_params
 from kvferry.connector.p2p.scheduler import _NEXT, HandoffScheduler, RequestState
 from kvferry.connector.testing import CacheShape, Request, Step, engine_config
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
@@ -373,11 +373,11 @@ class TestRecurrentState:
             engine_config("inproc", role="kv_producer"), KVConnectorRole.SCHEDULER, WITH_STATE
         )
         connector.set_handshake_metadata({0: WORKER})
-        request = Request("p-1", 10, {**OFFER_PARAMS, "overlap": True})
+        request = Request("p-1", 10, {**OFFER_PARAMS, "rendezvous": "0123456789abcdef" * 2})
         connector.on_new_request(request)
         for num_computed_tokens in (4, 8):
             request.num_computed_tokens = num_computed_tokens
-            assert connector.request_progressed(request, [[7, 8], [5]]) is None
+            connector.request_progressed(request, [[7, 8], [5]])
             orders = connector.build_connector_meta(Step())
             assert isinstance(orders, HandoffMetadata)
             assert not orders.offers
@@ -453,7 +453,7 @@ class TestRendezvous:
         assert announced == Announcement(rendezvous_lease(self.NAME), self.NAME)
         # The consumer knows the name, so a chunk that is computed opens the offer without an answer.
         request.num_computed_tokens = 4
-        assert producer.request_progressed(request, [[7]]) is None
+        producer.request_progressed(request, [[7]])
         opened = producer.build_connector_meta().offers["p-1"]
         assert opened.lease == announced.lease
         assert opened.guard_value not in (0, announced.lease)
@@ -461,7 +461,7 @@ class TestRendezvous:
     def test_its_consumer_expects_as_many_tokens_as_its_prompt_has(self) -> None:
         producer, consumer = scheduler(), scheduler("kv_consumer")
         _, answer = run_producer(producer)
-        params = meeting_params(self.NAME, answer or {})
+        params = rendezvous_params(self.NAME, answer or {})
         assert params is not None
         consumer.on_new_request(request := Request("d-1", 10, params))
         claim = consumer.build_connector_meta().claims["d-1"]
@@ -491,7 +491,7 @@ class TestRendezvous:
         _, answer = run_producer(producer)
         producer.build_connector_meta()
         params = {
-            **(meeting_params(self.NAME, answer or {}) or {}),
+            **(rendezvous_params(self.NAME, answer or {}) or {}),
             "do_remote_prefill": False,
             "do_release": True,
         }

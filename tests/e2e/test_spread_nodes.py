@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
 from kvferry.reference.demo.near_tie import assert_same_answer
 from tests.support.client import (
@@ -29,7 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 200.0
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
-EARLY = {**DO_REMOTE_DECODE, "overlap": True}
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +106,7 @@ def test_two_stages_hand_over_to_two_ranks_and_to_one_and_are_out_of_service_whe
     prompt = PROMPT[1:]
     assert_handed_over(prefill, two_ranks, single, prompt)
     assert_handed_over(prefill, one_process, single, prompt)
-    router = launcher.start_router("router", [node], decodes, "--overlap", "--decode-alone", "never")
+    router = launcher.start_router("router", [node], decodes, "--decode-alone", "never")
     launcher.wait_ready([router], START_TIMEOUT_S)
     assert_early(prefill, two_ranks, single, PROMPT[::-1])
     assert_killed(prefill, one_process, single, PROMPT.upper())
@@ -143,17 +144,18 @@ def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
 
 
 def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
-    """Check that the decode begins while the prompt is still being computed."""
-    with prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events:
-        early = next(events)
-        assert (early["choices"], early["kv_transfer_params"]["remote_num_tokens"]) == ([], len(prompt))
-        reply = decode.complete(
-            prompt, max_tokens=8, logprobs=0, kv_transfer_params=early["kv_transfer_params"]
-        )
-        *_, last = events
+    """Check that both nodes can be asked at once."""
+    told = json.loads(prefill.get("/ready")[1])["kv_transfer_params"]
+    name = draw_rendezvous_name()
+    wish = {"do_remote_decode": True, "rendezvous": name}
+    with ThreadPoolExecutor(1) as background:
+        offered = background.submit(prefill.complete, prompt, max_tokens=1, kv_transfer_params=wish)
+        params = rendezvous_params(name, told)
+        reply = decode.complete(prompt, max_tokens=8, logprobs=0, kv_transfer_params=params)
+        assert offered.result().status == 200
     assert_answers_like(single, prompt, reply, 8)
+    assert reply.transfer["error"] == ""
     assert reply.transfer["exposed_seconds"] <= reply.transfer["seconds"]
-    assert last["kv_transfer_params"]["remote_lease"] == early["kv_transfer_params"]["remote_lease"]
 
 
 def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
@@ -162,11 +164,9 @@ def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) 
     The load fails and the decode node recomputes the prompt. The prefill node says why it ends, and exits.
     """
     _, last_rank = children_of(prefill.process.pid)
-    with (
-        ThreadPoolExecutor(1) as background,
-        prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events,
-    ):
-        params = next(events)["kv_transfer_params"]
+    offered = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+    params = offered.body["kv_transfer_params"]
+    with ThreadPoolExecutor(1) as background:
         os.kill(last_rank, signal.SIGSTOP)  # it gets a claim, and never answers
         answer = background.submit(
             decode.complete, prompt, max_tokens=8, logprobs=0, kv_transfer_params=params
@@ -174,9 +174,6 @@ def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) 
         wait_until(lambda: decode.metric("kvferry_engine_loading_requests") == 1)
         os.kill(last_rank, signal.SIGKILL)
         reply = answer.result()
-        # The stream may have ended before the rank was stopped.
-        last = list(events)[-1]
-        assert "rank 1" in last["error"]["message"] if "error" in last else last["choices"]
     assert_answers_like(single, prompt, reply, 8)
     assert reply.transfer["error"]
     assert prefill.process.wait(60) == 1

@@ -92,7 +92,8 @@ def test_one_request_is_one_trace_and_its_logs_name_it(
     names = {span.span_id: (span.service.removeprefix("kvferry-"), span.name) for span in ours}
     names[CLIENT_SPAN] = ("", "")
     assert {names[span.span_id]: names[span.parent_id] for span in ours} == TREE
-    assert len(ours) == len(TREE)
+    # The prompt crosses while it is computed, so there are several reads; of the others there is one each.
+    assert len([span for span in ours if span.name != "kvferry.read"]) == len(TREE) - 1
     assert not any(span.is_error for span in ours)
     load = next(span.attributes for span in ours if span.name == "kvferry.load")
     assert load["kvferry.mechanism"] == "mapped"

@@ -347,7 +347,7 @@ async def test_a_request_whose_hook_raises_is_not_offered_and_frees_its_blocks(
     name: str, engine_: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook(name)(engine_._started(), monkeypatch)
-    answers = await ask_all(engine_, {"do_remote_decode": True, "overlap": True})
+    answers = await ask_all(engine_, {"do_remote_decode": True})
     assert answers[VICTIM][-1].kv_transfer_params is None
     for other in "ab":
         assert answers[other][-1].kv_transfer_params is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.p2p.params import draw_rendezvous_name, meeting_params
+from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
 
 PROMPT = [3, *range(20, 79)]
 WAIT_S = 0.2
@@ -48,7 +48,7 @@ class Pair:
         self.prefill.add(request_id, prompt, max_tokens=1, kv_transfer_params=wish)
 
     def ask_decode(self, request_id: str, name: str, prompt: list[int] = PROMPT, **change: Any) -> None:
-        params = {**(meeting_params(name, self.where) or {}), **change}
+        params = {**(rendezvous_params(name, self.where) or {}), **change}
         self.decode.add(request_id, prompt, max_tokens=9, kv_transfer_params=params)
 
     def drive(self, until: Any) -> None:

@@ -110,17 +110,14 @@ class TestTable:
 class TestPrompts:
     def test_the_default_prompts_are_asked_each_way(self) -> None:
         options = parse_arguments([])
-        ways = Way(), Way(first_token=True), Way(overlap=True)
-        assert options.requests == tuple((prompt, way) for prompt in DEFAULT_PROMPTS for way in ways)
+        assert options.requests == tuple((prompt, way) for prompt in DEFAULT_PROMPTS for way in Way)
         assert options.sent("Why?") == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 
     @pytest.mark.parametrize(
         ("flags", "way"),
         [
-            ([], Way(first_token=True)),
-            (["--overlap"], Way(overlap=True)),
-            (["--no-overlap"], Way(first_token=True)),
-            (["--router", "vllm-router"], Way()),
+            ([], Way.DEFAULT),
+            (["--router", "vllm-router"], Way.IN_TURN),
         ],
     )
     def test_a_users_own_prompt_is_sent_unchanged_and_once(self, flags: list[str], way: Way) -> None:

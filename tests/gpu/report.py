@@ -126,7 +126,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         tests("attention after a handoff", "test_attention_after_a_handoff.py", at_most_s=60, kept_s=20),
         Step("bench-gpu", [python, "benchmarks/gpu.py", *bench], 130, 90, shows_output=True),
         Step(MAKE_MODEL, [python, "-c", make_model, model], 40, 10),
-        demo("auto", "--overlap"),
+        demo("auto"),
         demo("tcp"),
         tests("engine and layouts", "test_engine.py", "test_layouts.py", at_most_s=110, kept_s=40),
     ]

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from tests.support.fake_nodes import routed
+from tests.support.fake_nodes import let_rendezvous, routed
 
 DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
@@ -72,15 +72,17 @@ STREAMED = [("body", True), ("prefill", True), ("decode", True), ("stream", True
 
 
 @pytest.mark.parametrize(("moment", "stream"), WHOLE + STREAMED)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("aborts", [False, True], ids=["closes", "resets"])
 async def test_a_client_that_leaves_causes_no_traceback(
-    moment: str, stream: bool, overlap: bool, aborts: bool, caplog: pytest.LogCaptureFixture
+    moment: str, stream: bool, at_once: bool, aborts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     unhandled: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
     prefill, decode = Waiting(moment), Waiting(moment)
-    async with routed([prefill], [decode], overlap=overlap) as client:
+    if at_once:
+        let_rendezvous(prefill, decode)
+    async with routed([prefill], [decode]) as client:
         writer = await post(client, {"prompt": "p", "stream": stream}, is_cut=moment == "body")
         if moment != "body":
             node = prefill if moment == "prefill" else decode

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from kvferry.router.handoffs import RESULTS
-from tests.support.fake_nodes import routed
+from tests.support.fake_nodes import let_rendezvous, routed
 
 DEADLINE_S = 20.0
 PARAMS = {
@@ -24,14 +24,13 @@ PARAMS = {
     "remote_block_ids": [[3]],
 }
 WHY = "shm cannot connect to zeromq://127.0.0.1:4000"
-EARLY_EVENT = b"data: " + json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode() + b"\n\n"
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
 class Prefill:
-    """A node that makes offers, and records which of them are released."""
+    """A node that makes offers, and records which of them are released. In a rendezvous its prefill does not end."""
 
     releases: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -39,17 +38,13 @@ class Prefill:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.url = f"http://{request.host}"
-        if not (await request.json())["stream"]:
-            return web.json_response({"choices": [], "kv_transfer_params": PARAMS})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(EARLY_EVENT)
         try:
-            await asyncio.sleep(DEADLINE_S)
+            if "rendezvous" in (await request.json())["kv_transfer_params"]:
+                await asyncio.sleep(DEADLINE_S)
         except asyncio.CancelledError:
             self.hung_up.set()
             raise
-        return response
+        return web.json_response({"choices": [], "kv_transfer_params": PARAMS})
 
     async def release(self, request: web.Request) -> web.StreamResponse:
         self.releases.append(await request.json())
@@ -136,7 +131,9 @@ def assert_release(prefill: Prefill) -> None:
     (release,) = prefill.releases
     assert (release["prompt"], release["max_tokens"], release["model"]) == ([0], 1, "m")
     flags = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
-    assert release["kv_transfer_params"] == {**PARAMS, **flags}
+    released = release["kv_transfer_params"]
+    expected = PARAMS if released.get("rendezvous") is None else {"rendezvous": released["rendezvous"]}
+    assert {**expected, **flags}.items() <= released.items()
 
 
 @pytest.mark.parametrize("told", ["failed", ""], ids=["by the header", "by the answer alone"])
@@ -207,28 +204,31 @@ async def test_the_producer_is_told_about_a_failed_handoff_before_the_answer_end
     assert WHY in caplog.text
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(
     ("answer", "status"),
     [(refuse, 400), (die, 503), (whole(status=503), 503), (whole(status=500), 500)],
     ids=["refuses", "is lost", "is out of service", "fails"],
 )
 async def test_an_offer_that_the_decode_node_does_not_take_is_released(
-    answer: Answer, status: int, overlap: bool
+    answer: Answer, status: int, at_once: bool
 ) -> None:
-    prefill = Prefill()
-    async with routed([prefill], [Decode(answer)], overlap=overlap) as client:
+    prefill, decode = Prefill(), Decode(answer)
+    if at_once:
+        let_rendezvous(prefill, decode)
+    async with routed([prefill], [decode]) as client:
         assert (await ask(client))[0] == status
         await until(prefill.is_released)
         assert await handoffs(client) == {"unanswered": 1}
-        if overlap:
+        if at_once:
             await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)
     assert_release(prefill)
 
 
 async def test_a_prefill_whose_handoff_fails_is_not_computed_to_its_end() -> None:
-    prefill = Prefill()
-    async with routed([prefill], [Decode(whole("failed", WHY))], overlap=True) as client:
+    prefill, decode = Prefill(), Decode(whole("failed", WHY))
+    let_rendezvous(prefill, decode)
+    async with routed([prefill], [decode]) as client:
         assert (await ask(client))[0] == 200
         await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)
         await until(prefill.is_released)
@@ -236,8 +236,8 @@ async def test_a_prefill_whose_handoff_fails_is_not_computed_to_its_end() -> Non
     assert_release(prefill)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_an_offer_whose_client_left_is_released(overlap: bool) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_an_offer_whose_client_left_is_released(at_once: bool) -> None:
     prefill, asked = Prefill(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -245,7 +245,10 @@ async def test_an_offer_whose_client_left_is_released(overlap: bool) -> None:
         await asyncio.sleep(DEADLINE_S)
         raise AssertionError("the router did not hang up")
 
-    async with routed([prefill], [Decode(answer)], overlap=overlap) as client:
+    decode = Decode(answer)
+    if at_once:
+        let_rendezvous(prefill, decode)
+    async with routed([prefill], [decode]) as client:
         asking = asyncio.create_task(ask(client))
         await asked.wait()
         asking.cancel()

@@ -110,10 +110,9 @@ async def post(client: Any, **body: Any) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_a_prefill_node_whose_answer_does_not_end_has_failed(status: int, overlap: bool) -> None:
+async def test_a_prefill_node_whose_answer_does_not_end_has_failed(status: int) -> None:
     endless = Endless(status)
-    async with routed([Node(endless), Node(offer)], [Node(answer)], overlap=overlap) as client:
+    async with routed([Node(endless), Node(offer)], [Node(answer)]) as client:
         answered, _ = await post(client)
         assert await endless.was_cut_off()
     assert answered == 200
@@ -137,14 +136,6 @@ async def test_a_stream_with_an_event_that_does_not_end_ends_with_an_error(promp
     assert status in (200, 502)
     assert f"of more than {MAX_ANSWER_BYTES} bytes".encode() in payload
     assert len(payload) < MIB
-
-
-async def test_an_offer_in_an_event_that_does_not_end_is_a_failure_of_the_prefill_node() -> None:
-    endless = Endless(content_type="text/event-stream", prefix=b'data: {"text": "')
-    async with routed([Node(endless), Node(offer)], [Node(answer)], overlap=True) as client:
-        status, _ = await post(client)
-        assert await endless.was_cut_off()
-    assert status == 200
 
 
 async def test_in_a_rendezvous_a_prefill_answer_that_does_not_end_is_a_failure() -> None:

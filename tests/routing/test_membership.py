@@ -120,7 +120,6 @@ async def fleet(
     pools = NodePool("prefill", policy=policy), NodePool("decode", ejection=ejection)
     router = Router(
         *pools,
-        overlap=False,
         answer_timeout_s=0,
         check_interval_s=0.02,
         check_timeout_s=10.0,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.support.fake_nodes import routed
+from tests.support.fake_nodes import PLACE, routed
 
 DEADLINE_S = 20.0
 STREAM = {"model": "m", "prompt": "p", "stream": True, "temperature": 0, "max_tokens": 4}
@@ -35,6 +35,8 @@ class VllmServer:
     told: str | None = None
     names: Collection[str] = ("m",)
     policy: str = "fail"
+    protocol: int = 6
+    place: dict[str, Any] = field(default_factory=dict)
     num_questions: int = 0
     request: Any = None
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +84,13 @@ class VllmServer:
     def description(self, identity: str) -> dict[str, Any]:
         known: dict[str, Any] = {"remote_identity": identity} if identity else {}
         known["identity_fields"] = {"weights": identity, "dtype": "half", "sampling": self.kv_role}
-        return {"kv_role": self.kv_role, "load_failure_policy": self.policy, "protocol": 6, **known}
+        return {
+            "kv_role": self.kv_role,
+            "load_failure_policy": self.policy,
+            "protocol": self.protocol,
+            **known,
+            **self.place,
+        }
 
 
 def servers(**decode: Any) -> tuple[VllmServer, VllmServer]:
@@ -353,6 +361,17 @@ async def test_the_list_of_models_is_that_of_all_decode_nodes() -> None:
 
 
 # -- the load failure policy -------------------------------------------------------------------------
+
+
+async def test_a_servers_description_says_where_it_can_be_reached_so_that_its_first_request_is_a_rendezvous() -> (
+    None
+):
+    prefill, decode = VllmServer("kv_producer", place=PLACE), VllmServer("kv_consumer", protocol=7)
+    async with routed([prefill], [decode]) as client:
+        assert await text_of(client, {"temperature": 0.5}) == "whole"
+    (name,) = (server.asked[0]["kv_transfer_params"].get("rendezvous") for server in (prefill,))
+    assert name
+    assert decode.asked[0]["kv_transfer_params"]["rendezvous"] == name
 
 
 @pytest.mark.parametrize(("policy", "status"), [("recompute", 200), ("fail", 503)])

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientTimeout, web
 
 from kvferry.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests
-from tests.support.fake_nodes import NodeHandler, routed
+from tests.support.fake_nodes import NodeHandler, let_rendezvous, routed
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[3]], "remote_host": "h"}
 #: The figures of a node of `serve.py`, in seconds. They are small, because a request takes at least as long.
@@ -91,10 +91,11 @@ async def test_the_parts_of_a_request_add_up_to_its_time() -> None:
     assert not any(part["includes"] for part in one["parts"])
 
 
-async def test_with_overlap_a_part_of_the_transfer_is_hidden_by_the_prefill() -> None:
-    prefill = Node({"kv_transfer_params": PARAMS}, {"metrics": PREFILL_METRICS}, is_stream=True)
+async def test_in_a_rendezvous_a_part_of_the_transfer_is_hidden_by_the_prefill() -> None:
+    prefill = Node({"kv_transfer_params": PARAMS, "metrics": PREFILL_METRICS}, wait_s=0.04)
     decode = Node({"choices": []}, {"metrics": DECODE_METRICS}, is_stream=True, wait_s=0.04)
-    one = await record([prefill], [decode], overlap=True)
+    let_rendezvous(prefill, decode)
+    one = await record([prefill], [decode])
     assert one["hidden"]["ms"] == 4.0
     exposed = next(part for part in one["parts"] if part["kind"] == "exposed")
     assert one["hidden"]["start_ms"] + 4.0 == pytest.approx(exposed["start_ms"], abs=0.01)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from tests.support.fake_nodes import routed
+from tests.support.fake_nodes import let_rendezvous, routed
 
 DEADLINE_S = 10.0
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
@@ -101,6 +101,15 @@ async def test_both_nodes_are_asked_at_once_by_a_name() -> None:
     assert (wish["do_remote_decode"], len(name or ""), prefill.bodies[0]["stream"]) == (True, 32, False)
     expected = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": name, **WHERE}
     assert decode.bodies[0]["kv_transfer_params"] == {**expected, "offer_answer": False}
+
+
+async def test_the_first_request_is_one_where_the_prefill_node_says_at_ready_where_it_is() -> None:
+    prefill, decode = Fake(PARAMS), Fake()
+    let_rendezvous(prefill, decode)
+    async with routed([prefill], [decode]) as client:
+        prefill.hold, decode.hold = decode.asked, prefill.asked
+        assert await ask(client) == 200
+    assert prefill.names() == decode.names() != [None]
 
 
 async def test_each_request_has_a_name_of_its_own() -> None:

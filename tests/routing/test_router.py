@@ -278,16 +278,15 @@ async def abort(request: web.Request) -> web.StreamResponse:
     return response
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlapped"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_a_stopping_vllm_server_aborts_is_answered_by_another_node(
-    overlap: bool, stream: bool
+    stream: bool,
 ) -> None:
     prefill, decode = FakeNode(offer), FakeNode(answer_stream if stream else answer_whole)
     for is_prefill in (True, False):
         stopping = FakeNode(abort)
         prefills, decodes = ([stopping, prefill], [decode]) if is_prefill else ([prefill], [stopping, decode])
-        async with routed(prefills, decodes, overlap=overlap) as client:
+        async with routed(prefills, decodes) as client:
             for _ in range(3):
                 async with client.post("/v1/completions", json={"prompt": "p", "stream": stream}) as response:
                     assert response.status == 200

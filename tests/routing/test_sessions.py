@@ -94,10 +94,9 @@ async def say(client: Any, text: object, *, headers: Any = SESSION, **more: Any)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_the_next_turn_takes_the_answer_to_the_same_prefill_node(stream: bool, overlap: bool) -> None:
+async def test_the_next_turn_takes_the_answer_to_the_same_prefill_node(stream: bool) -> None:
     prefills, decode = [Prefill(), Prefill(), Prefill()], Decode()
-    async with routed(prefills, [decode], overlap=overlap) as client:
+    async with routed(prefills, [decode]) as client:
         for turn in range(3):
             answer = await say(client, f"turn {turn}", stream=stream)
             assert b"remote_engine_id" not in answer

@@ -22,7 +22,7 @@ DEADLINE_S = 10.0
 class NodeHandler(Protocol):
     """Answers the completions of a fake node.
 
-    Methods `health`, `metrics`, `version`, `models` and `release`, if there are any, answer the path of their name, and the
+    Methods `ready`, `health`, `metrics`, `version`, `models` and `release`, if there are any, answer the path of their name, and the
     router's releases of offers.
     """
 
@@ -34,7 +34,6 @@ async def routed(
     prefill: Sequence[NodeHandler],
     decode: Sequence[NodeHandler],
     *,
-    overlap: bool = False,
     rendezvous: bool = True,
     first_token: bool = True,
     answer_timeout_s: float = 0.0,
@@ -52,7 +51,6 @@ async def routed(
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
         router = Router(
             *pools,
-            overlap=overlap,
             rendezvous=rendezvous,
             first_token=first_token,
             answer_timeout_s=answer_timeout_s,
@@ -68,6 +66,28 @@ async def routed(
                 await node.await_check(DEADLINE_S)
                 assert node.state is NodeState.READY or not expects_ready, node.last_error
         yield client
+
+
+#: Where a decode node can claim from a fake prefill node.
+PLACE = {
+    "remote_engine_id": "e",
+    "remote_epoch": "5",
+    "remote_addresses": ["shm:x"],
+    "tp_size": 1,
+    "rendezvous_supported": True,
+}
+
+
+def let_rendezvous(prefill: Any, decode: Any) -> None:
+    """Let two fake nodes say, before their first request, that both can be asked at once."""
+
+    async def ready(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "kv_transfer_params": PLACE})
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        return web.Response(text='kvferry_build_info{protocol="7",version="0"} 1.0\n')
+
+    prefill.ready, decode.metrics = ready, metrics
 
 
 async def _answer_200(request: web.Request) -> web.StreamResponse:
@@ -90,8 +110,9 @@ async def serving(node: NodeHandler) -> AsyncIterator[str]:
     app.router.add_get("/health", getattr(node, "health", _answer_200))
     app.router.add_get("/v1/models", getattr(node, "models", _answer_200))
     app.router.add_get("/metrics", getattr(node, "metrics", _answer_200))
-    if version := getattr(node, "version", None):
-        app.router.add_get("/version", version)
+    for name in ("ready", "version"):
+        if handler := getattr(node, name, None):
+            app.router.add_get(f"/{name}", handler)
     # Cancel a handler when its client disconnects, as a real node does.
     async with TestServer(app, handler_cancellation=True) as server:
         yield str(server.make_url(""))

@@ -138,11 +138,8 @@ class StoreScheduler(kv.SchedulerHalf):
         indices = range(start // size, min(end, len(prompt)) // size)
         return [(prompt[: (index + 1) * size], table[index]) for index in indices]
 
-    def request_progressed(
-        self, request: kv.ConnectorRequest, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
+    def request_progressed(self, request: kv.ConnectorRequest, block_ids: Sequence[Sequence[int]]) -> None:
         self._note("request_progressed", request, block_ids)
-        return None
 
     def build_connector_meta(self, scheduler_output: kv.SchedulerOutput) -> Orders:
         items = scheduler_output.scheduled_requests

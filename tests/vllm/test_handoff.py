@@ -100,15 +100,6 @@ def test_more_concurrent_requests_than_fit_into_the_pool(pair, prompt):
         pair.assert_like_alone(tokens, answer, 160)
 
 
-def test_a_request_that_asks_for_overlap(pair, prompt):
-    """vLLM ignores the wish and makes its offer at the end."""
-    tokens = prompt(400)
-    wish = {"do_remote_decode": True, "overlap": True}
-    params = pair.prefill.ask(next(pair.names), tokens, params=wish)["params"]
-    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_like_alone(tokens, answer)
-
-
 @pytest.mark.parametrize("position", [0, 3, 7])
 def test_one_wrong_token_is_not_a_near_tie(pair, prompt, position):
     """Check that the comparison in all these tests can fail."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.connector.p2p.params import draw_rendezvous_name, meeting_params
+from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ class Meeting:
         self._pair, self._tokens = pair, tokens
         self.name = draw_rendezvous_name()
         # Any earlier answer says where the prefill node can be reached.
-        self.params = meeting_params(self.name, where or pair.prefilled([7] * 40))
+        self.params = rendezvous_params(self.name, where or pair.prefilled([7] * 40))
         assert self.params is not None
         self.prefill_id, self.decode_id = next(pair.names), next(pair.names)
 

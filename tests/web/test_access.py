@@ -364,7 +364,6 @@ async def routed(
         router = Router(
             NodePool("prefill", [url]),
             NodePool("decode", [url]),
-            overlap=False,
             answer_timeout_s=0,
             check_interval_s=60,
             check_timeout_s=5,

@@ -29,7 +29,7 @@ SMALL_SLICES = 'transport_options={"slice_bytes": 65536, "window_slices": 1}'
 
 
 class Fleet:
-    """Two prefill nodes, two decode nodes, and two routers, one of which overlaps prefill and decode.
+    """Two prefill nodes, two decode nodes, and two routers, one of which asks prefill and decode one after the other.
 
     One decode node computes what it cannot load; the other one fails such requests.
 
@@ -53,7 +53,8 @@ class Fleet:
                 self._node("decode-recompute", "decode", common),
                 self._node("decode-fail", "decode", (*common, "--load-failure-policy", "fail")),
             ]
-            self.routers = [self._router("router-whole", ()), self._router("router-overlap", ("--overlap",))]
+            in_turn = ("--rendezvous", "off")
+            self.routers = [self._router("router", ()), self._router("router-in-turn", in_turn)]
             self._resources = self._resources.pop_all()
 
     @property

@@ -226,9 +226,6 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
     {{- end }}
     - --prefill-policy={{ $values.prefillPolicy }}
     - --decode-alone={{ $values.decodeAlone }}
-    {{- if $values.overlap }}
-    - --overlap
-    {{- end }}
     {{- range $values.extraArgs }}
     - {{ . | quote }}
     {{- end }}

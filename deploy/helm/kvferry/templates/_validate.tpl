@@ -20,9 +20,6 @@
 {{- if lt (int .Values.drain.timeoutSeconds) (int .Values.handoff.leaseSeconds) -}}
   {{- fail "drain.timeoutSeconds is less than handoff.leaseSeconds: a pod would leave before its offers are read; raise it" -}}
 {{- end -}}
-{{- if and .Values.router.overlap (eq .Values.engine "vllm") -}}
-  {{- fail "router.overlap: vLLM's nodes offer a cache only when a prompt is complete; set it to false" -}}
-{{- end -}}
 {{- if and (eq .Values.router.discovery "dns") .Values.http.tlsSecretName -}}
   {{- fail "router.discovery 'dns' finds nodes by address, and certificates have none: use 'static' with http.tlsSecretName" -}}
 {{- end -}}
