@@ -25,6 +25,7 @@ from ..web.connections import is_overloaded, turn_of
 from ..web.errors import CLIENT_LEFT, ApiError, answered_status, bad_request, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, object_of, read_json
 from ..web.serving import close_connections_while
+from ..web.sse import Event
 from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
 from .first_tokens import FirstToken, OtherTokenError
@@ -42,9 +43,9 @@ from .nodes import (
     UpstreamNode,
 )
 from .page import Page
-from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
+from .phases import Call, Offer, check_body, decode_body, open_answer
 from .prefills import Prefill, WholePrefill
-from .reading import ASKED_ENCODING, read_whole, refuse_no_answers
+from .reading import ASKED_ENCODING, NodeAnswer, read_whole, refuse_no_answers
 from .rendezvous import LostPrefillError, RendezvousPrefill
 from .reply import Reply
 from .sessions import Answer, Sessions
@@ -514,7 +515,6 @@ class Router:
                     *(call.request_id, node.url),
                 )
                 self._metrics.other_first_tokens.inc()
-                reply.taker.rest()  # of a stream that is over
             return await self._decoded_at(
                 node, call, handoff, reply, reply.first, None, tried, is_alone=is_alone
             )
@@ -548,11 +548,11 @@ class Router:
         call.timeline.decode_sent(node.url, is_alone=is_alone)
         async with (
             self._passing_first(call, handoff.offer, node, reply) as stop_passing,
-            open_answer(call, node, body) as (upstream, first),
+            open_answer(call, node, body) as upstream,
         ):
             await stop_passing()
-            call.timeline.decode_began(first, is_stream=is_stream(upstream))
-            self._handoffs.answered(call, handoff, upstream, first)
+            call.timeline.decode_began(upstream)
+            self._handoffs.answered(call, handoff, upstream)
             self._explain_failure(handoff, node, upstream)
             # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
             if handoff.offer is None and not is_alone and not has_loaded(upstream):
@@ -564,7 +564,7 @@ class Router:
             reply.taker.note = functools.partial(self._end_turn, call, node)
             reply.explain = functools.partial(self._explain_event, call, handoff, node, upstream)
             try:
-                response = await reply.copy(node, upstream, first, continues=known is not None)
+                response = await reply.copy(node, upstream, continues=known is not None)
             except (asyncio.CancelledError, ConnectionError):
                 if reply.is_complete:  # the client has left after the end of its answer
                     self._note_end(call, node, handoff, reply, upstream)
@@ -579,8 +579,8 @@ class Router:
         call: Call,
         handoff: Handoff,
         node: UpstreamNode,
-        upstream: aiohttp.ClientResponse,
-        events: bytes,
+        upstream: NodeAnswer,
+        events: list[Event],
     ) -> None:
         """Explain an error in the middle of a stream: vLLM begins a chat's stream before a load has ended.
 
@@ -592,15 +592,13 @@ class Router:
         )  # if the error is explained, nothing else ends the handoff
         self._explain_failure(handoff, node, upstream)
 
-    def _explain_failure(
-        self, handoff: Handoff, node: UpstreamNode, upstream: aiohttp.ClientResponse
-    ) -> None:
+    def _explain_failure(self, handoff: Handoff, node: UpstreamNode, upstream: NodeAnswer) -> None:
         """Tell the client why a server of vLLM could not load its prompt, which the server itself only tells its log.
 
         Raises:
             ApiError: The two nodes have described different models, between which no cache is handed over.
         """
-        has_failed = is_stream(upstream) or upstream.status >= 500
+        has_failed = upstream.is_stream or upstream.status >= 500
         if handoff.offer is None or not handoff.error or not has_failed or has_loaded(upstream):
             return
         node.doubt_identity()  # it may have changed since it was asked
@@ -613,13 +611,13 @@ class Router:
         node: UpstreamNode,
         handoff: Handoff,
         reply: Reply,
-        upstream: aiohttp.ClientResponse,
+        upstream: NodeAnswer,
     ) -> None:
         """Note a decode node's answer that has been copied."""
         call.timeline.decode_ended(upstream.status, reply.tail)
         self._handoffs.ended(call, handoff, reply.tail)
         if reply.taker.params is None:
-            asks = self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered
+            asks = self._asks_for_answers and upstream.is_stream and call.turn.is_remembered
             question = self._handoffs.ask(call, node, reply.taker.note) if asks else None
             self._end_turn(call, node, None, question)
 

@@ -14,16 +14,15 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..connector.p2p.params import FIRST_TOKEN, IDENTITY
-from ..web.json_body import object_of
+from ..web.sse import Event, Filter
 
 #: A key of ours in `kv_transfer_params`, for reference nodes.
 WANT_FIRST_TOKEN = "want_first_token"
 COMPLETIONS = "/v1/completions"
-DONE = b"data: [DONE]\n\n"
 
 #: Keys of a chunk about the whole stream.
 _HEAD = frozenset({"id", "object", "created", "model"})
@@ -56,7 +55,7 @@ class FirstToken(ABC):
     """
 
     created: int
-    events: tuple[bytes, ...]
+    events: tuple[Event, ...]
     is_all: bool
     whole: Mapping[str, Any] | None = None
 
@@ -75,16 +74,16 @@ class FirstToken(ABC):
             kv_transfer_params: The offer; None if there is none.
         """
 
-    def rewriter(self) -> Callable[[bytes], bytes]:
-        """Return a function that turns the pieces of the decode node's stream, in their order, into the client's."""
-        return lambda piece: piece
+    def continued(self) -> Filter:
+        """Return what turns the stream of a decode node that continues after this token into the client's."""
+        return lambda event: [event]
 
-    def remover(self) -> Callable[[bytes], bytes]:
-        """Return such a function for the stream of a decode node that has chosen all tokens itself.
+    def removed(self) -> Filter:
+        """Return what does so with the stream of a decode node that has chosen all tokens itself.
 
         It takes this token out, which the client has, and raises `OtherTokenError` if the decode node has chosen another one.
         """
-        return _Remover(object_of(self.events[0].removeprefix(b"data: ")), self.created)
+        return _Remover(self.events[0].content, self.created)
 
 
 class OtherTokenError(Exception):
@@ -173,7 +172,7 @@ class PassedToken(FirstToken):
     token_id: int
     created: int
     model: str
-    events: tuple[bytes, ...]
+    events: tuple[Event, ...]
     is_all: bool
     whole: Mapping[str, Any] | None = None
 
@@ -199,7 +198,7 @@ class PassedToken(FirstToken):
                 return None  # the last event of a stream
             whole = {key: value for key, value in answer.items() if key != FIRST_TOKEN}
             whole["kv_transfer_params"] = None  # the router releases the offer
-        events = tuple(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+        events = tuple(Event(b"data: " + json.dumps(chunk).encode() + b"\n\n") for chunk in chunks)
         model = str(passed.get("model") or "")
         return cls(token_id, created, model, events, is_all, whole)
 
@@ -309,7 +308,7 @@ class StitchedToken(FirstToken):
     max_tokens: int
     model: str
     created: int
-    events: tuple[bytes, ...]
+    events: tuple[Event, ...]
     is_all: bool
 
     @classmethod
@@ -343,10 +342,10 @@ class StitchedToken(FirstToken):
         last = {} if build is None else {"system_fingerprint": build}
         chunk = _chunk(answer, choice, text, is_all=is_all)
         if not is_all or not asks_for_usage:
-            events = [_event(chunk | last)]
+            events = [Event.of(chunk | last)]
         else:
             usage = {key: count for key, count in _mapping(answer, "usage").items() if count is not None}
-            events = [_event(chunk), _event({**_head(answer), "choices": [], "usage": usage, **last})]
+            events = [Event.of(chunk), Event.of({**_head(answer), "choices": [], "usage": usage, **last})]
         return cls((*prompt, *token_ids), max_tokens, model, created, tuple(events), is_all)
 
     def can_continue_at(self, node: Abilities) -> bool:
@@ -368,7 +367,7 @@ class StitchedToken(FirstToken):
             "kv_transfer_params": params,
         }
 
-    def rewriter(self) -> Callable[[bytes], bytes]:
+    def continued(self) -> Filter:
         return _Rewriter(self.created)
 
 
@@ -378,29 +377,20 @@ class _Rewriter:
 
     Attributes:
         created: Of the first chunk.
-        rest: An event of which a part has arrived.
     """
 
     created: int
-    rest: bytes = field(default=b"")
 
-    def __call__(self, piece: bytes) -> bytes:
-        *events, self.rest = (self.rest + piece).split(b"\n\n")
-        return b"".join(self._event(event) + b"\n\n" for event in events)
-
-    def _event(self, event: bytes) -> bytes:
+    def __call__(self, event: Event) -> list[Event]:
         event = _dated(event, self.created)
-        if b'"usage":{' not in event:
-            return event
-        parsed = object_of(event.removeprefix(b"data: "))
-        usage = parsed.get("usage")
+        usage = event.content.get("usage") if b'"usage":{' in event.raw else None
         if not isinstance(usage, dict):
-            return event
+            return [event]
         # Its prompt ends with the answer's first token.
         for name, change in (("prompt_tokens", -1), ("completion_tokens", 1)):
             if isinstance(count := usage.get(name), int):
                 usage[name] = count + change
-        return _event(parsed).removesuffix(b"\n\n")
+        return [Event.of(event.content)]
 
 
 @dataclass
@@ -412,23 +402,20 @@ class _Remover:
     Attributes:
         chunk: What the client has.
         created: Of this chunk.
-        rest: An event of which a part has arrived.
     """
 
     chunk: Mapping[str, Any]
     created: int
-    rest: bytes = b""
     has_begun: bool = False
 
-    def __call__(self, piece: bytes) -> bytes:
-        *events, self.rest = (self.rest + piece).split(b"\n\n")
-        if events and not self.has_begun:
-            self.has_begun = True
-            events[:1] = self._without_token(events[0])
-        return b"".join(_dated(event, self.created) + b"\n\n" for event in events)
+    def __call__(self, event: Event) -> list[Event]:
+        if self.has_begun:
+            return [_dated(event, self.created)]
+        self.has_begun = True
+        return [_dated(rest, self.created) for rest in self._without_token(event)]
 
-    def _without_token(self, event: bytes) -> list[bytes]:
-        parsed = object_of(event.removeprefix(b"data: "))
+    def _without_token(self, event: Event) -> list[Event]:
+        parsed = event.content
         if "error" in parsed:
             return [event]  # the load has failed
         choice, own = _choice(parsed), _choice(self.chunk)
@@ -442,13 +429,13 @@ class _Remover:
         # A busy vLLM puts several tokens into one event.
         text, begin = choice.get("text"), own.get("text")
         if isinstance(text, str) and begin and text.startswith(begin) and not choice.get("token_ids"):
-            return [_event({**parsed, "choices": [{**choice, "text": text[len(begin) :]}]}).rstrip()]
+            return [Event.of({**parsed, "choices": [{**choice, "text": text[len(begin) :]}]})]
         raise OtherTokenError
 
 
-def _dated(event: bytes, created: int) -> bytes:
+def _dated(event: Event, created: int) -> Event:
     """Return an event with another time. A stream has one; text follows after it, so the first match is the field."""
-    return _CREATED.sub(rb"\g<1>%d" % created, event, count=1)
+    return Event(_CREATED.sub(rb"\g<1>%d" % created, event.raw, count=1))
 
 
 def _choice(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -482,12 +469,6 @@ def _head(answer: Mapping[str, Any]) -> dict[str, Any]:
         "created": answer.get("created"),
         "model": answer.get("model"),
     }
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    # As vLLM writes JSON. Half of a surrogate pair, which no model writes, cannot be encoded.
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-    return b"data: " + text.encode(errors="replace") + b"\n\n"
 
 
 def _mapping(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -7,17 +7,18 @@ import collections
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import aiohttp
 
 from ..web.json_body import object_of
+from ..web.sse import Event
 from .health import reason_of
 from .nodes import UpstreamNode
-from .phases import Call, Offer, is_stream, params_of
-from .reading import read_whole
+from .phases import Call, Offer, params_of
+from .reading import NodeAnswer, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,10 @@ class Handoff:
         self.result: Result | None = None
         self.error = ""
 
-    def read_tail(self, tail: bytes) -> None:
+    def read_tail(self, tail: Iterable[Event]) -> None:
         """Look for the reason of a failure in the last events of a stream."""
-        for event in reversed(tail.split(b"\n\n")):
-            self.error = self.error or _error_in(object_of(event.removeprefix(b"data: ")))
+        for event in reversed(list(tail)):
+            self.error = self.error or _error_in(event.content)
 
 
 class Handoffs:
@@ -103,20 +104,20 @@ class Handoffs:
                 if handoff.result == "failed":
                     self._explain(offer, handoff)
 
-    def answered(self, call: Call, handoff: Handoff, response: aiohttp.ClientResponse, first: bytes) -> None:
+    def answered(self, call: Call, handoff: Handoff, answer: NodeAnswer) -> None:
         """Note the decode node's first answer, and release at once an offer that the node will not load."""
         if handoff.offer is None or handoff.result is not None:
             return
         handoff.offer.settle()
-        body = error_event(first) if is_stream(response) else object_of(first)
+        body = error_event(answer.events) if answer.is_stream else object_of(answer.payload)
         handoff.error = _error_in(body)
-        self._end(call, handoff.offer, handoff, _result(response, body))
+        self._end(call, handoff.offer, handoff, _result(answer, body))
 
-    def ended(self, call: Call, handoff: Handoff, tail: bytes) -> None:
+    def ended(self, call: Call, handoff: Handoff, tail: Iterable[Event]) -> None:
         """Note the end of a stream, and release an offer that the node has not loaded by what it says there.
 
         Args:
-            tail: The last bytes of the stream.
+            tail: Its last events.
         """
         was_failed = bool(handoff.error)
         handoff.read_tail(tail)
@@ -257,12 +258,12 @@ async def _asked(call: Call, node: UpstreamNode, note: NoteParams) -> None:
         note(params)
 
 
-def has_loaded(response: aiohttp.ClientResponse) -> bool:
+def has_loaded(response: NodeAnswer) -> bool:
     """Return whether a decode node reports that it loaded a KV cache."""
     return response.headers.get(TRANSFER_HEADER) == "loaded"
 
 
-def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result:
+def _result(response: NodeAnswer, body: Mapping[str, Any]) -> Result:
     match response.headers.get(TRANSFER_HEADER):
         case "failed":
             return "failed"
@@ -275,14 +276,10 @@ def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result
     return "unknown" if response.status == 200 and "error" not in body else "unanswered"
 
 
-def error_event(beginning: bytes) -> Mapping[str, Any]:
-    """Return the error with which a stream begins; empty if it begins otherwise. vLLM answers 200 before a load has ended."""
-    if b'"error"' in beginning:
-        for event in beginning.split(b"\n\n"):
-            parsed = object_of(event.removeprefix(b"data: "))
-            if "error" in parsed:
-                return parsed
-    return {}
+def error_event(events: Iterable[Event]) -> Mapping[str, Any]:
+    """Return the event that is an error; empty if there is none. vLLM answers 200 before a load has ended."""
+    named = (event for event in events if b'"error"' in event.raw)  # parsing each event would take time
+    return next((event.content for event in named if "error" in event.content), {})
 
 
 def _error_in(body: Mapping[str, Any]) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from ..web.json_body import object_of
 from ..web.tracing import NO_SPAN, Span, current_span
 from .first_tokens import FirstToken
 from .nodes import NodeGoneError, UpstreamNode
-from .reading import read_whole
+from .reading import NodeAnswer
 from .sessions import Turn, no_turn
 from .timelines import Timeline
 
@@ -32,9 +31,6 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-#: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
-MAX_FIRST_EVENT_BYTES = 1 << 20
-_EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 #: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node whose token is not used
 #: does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
@@ -172,13 +168,11 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] |
 
 
 @contextlib.asynccontextmanager
-async def open_prefill(
-    call: Call, node: UpstreamNode, body: Mapping[str, Any]
-) -> AsyncIterator[aiohttp.ClientResponse]:
+async def open_prefill(call: Call, node: UpstreamNode, body: Mapping[str, Any]) -> AsyncIterator[NodeAnswer]:
     """Ask a prefill node to compute a prompt. Leaving the block early aborts the request.
 
     Yields:
-        The response of a node that accepted the request.
+        The whole answer of a node that accepted the request.
 
     Raises:
         NodeGoneError: The node failed; another one may succeed.
@@ -189,10 +183,12 @@ async def open_prefill(
         async with node.exchange():
             call.timeline.prefill_sent(node.url)
             posted = call.session.post(node.url + call.path, **_traced(call, body, span))
-            response = await stack.enter_async_context(posted)
-            if response.status != 200:
-                _raise_refusal(node, response.status, await read_whole(response))
-        yield response
+            answer = NodeAnswer(await stack.enter_async_context(posted))
+            await answer.begin()
+            if answer.status != 200:
+                _raise_refusal(node, answer.status, answer.payload)
+            require_not_aborted(node, answer)
+        yield answer
 
 
 def _call_span(name: str, call: Call, node: UpstreamNode) -> Span:
@@ -224,20 +220,24 @@ def _failed(node: UpstreamNode, status: int, payload: bytes) -> NodeGoneError:
     return NodeGoneError(node, reason, may_eject=status not in (429, 503))
 
 
-def require_not_aborted(node: UpstreamNode, payload: bytes) -> None:
+def require_not_aborted(node: UpstreamNode, answer: NodeAnswer) -> None:
     """Check the beginning of an answer. A vLLM server that is stopping answers new requests 200 without a token, as aborted.
 
     Raises:
         NodeGoneError: The node aborted the request; another one may answer it.
     """
-    if b'"abort"' not in payload:
+    if b'"abort"' not in answer.payload:
         return  # parsing each answer would take time
-    for event in payload.split(b"\n\n"):
-        choices = object_of(event.removeprefix(b"data: ")).get("choices")
-        if isinstance(choices, list) and any(
-            isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
-        ):
-            raise NodeGoneError(node, "aborted the request; is it stopping?", may_eject=False)
+    if any(choice.get("finish_reason") == "abort" for choice in _choices(answer)):
+        raise NodeGoneError(node, "aborted the request; is it stopping?", may_eject=False)
+
+
+def _choices(answer: NodeAnswer) -> Iterator[Mapping[str, Any]]:
+    for content in answer.contents():
+        choices = content.get("choices")
+        yield from (
+            choice for choice in (choices if isinstance(choices, list) else ()) if isinstance(choice, dict)
+        )
 
 
 def params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -260,13 +260,11 @@ class UpstreamAnswer(ApiError):
 
 
 @contextlib.asynccontextmanager
-async def open_answer(
-    call: Call, node: UpstreamNode, body: Mapping[str, Any]
-) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
+async def open_answer(call: Call, node: UpstreamNode, body: Mapping[str, Any]) -> AsyncIterator[NodeAnswer]:
     """Ask a decode node for the answer. Leaving the block early aborts the request.
 
     Yields:
-        The response and its first bytes; all bytes if it is not a stream.
+        The answer, whole or with its first event.
 
     Raises:
         NodeGoneError: No byte of the answer arrived, or the node aborted it.
@@ -275,41 +273,25 @@ async def open_answer(
         span = stack.enter_context(_call_span("kvferry.decode_call", call, node))
         async with node.exchange():
             posted = call.session.post(node.url + call.path, **_traced(call, body, span))
-            response = await stack.enter_async_context(posted)
-            first = await (_first_event(response) if is_stream(response) else read_whole(response))
-            if response.status in (429, 502, 503):
-                raise _failed(node, response.status, first)
-            require_not_aborted(node, first)
-            _require_continued(node, first)
-        yield response, first
+            answer = NodeAnswer(await stack.enter_async_context(posted))
+            await answer.begin()
+            if answer.status in (429, 502, 503):
+                raise _failed(node, answer.status, answer.payload)
+            require_not_aborted(node, answer)
+            _require_continued(node, answer)
+        yield answer
 
 
-async def _first_event(response: aiohttp.ClientResponse) -> bytes:
-    """Return the beginning of a stream, with all of its first event: that says whether the answer has failed."""
-    begun = b""
-    while not _EVENT_END.search(begun) and len(begun) < MAX_FIRST_EVENT_BYTES:
-        if not (piece := await response.content.readany()):
-            break
-        begun += piece
-    return begun
-
-
-def _require_continued(node: UpstreamNode, beginning: bytes) -> None:
+def _require_continued(node: UpstreamNode, answer: NodeAnswer) -> None:
     """Check that a server of vLLM has not refused to continue an answer.
 
     Raises:
         NodeGoneError: It has, because it is another model than the router knew. Another node may continue.
     """
-    if REFUSED_TO_CONTINUE.encode() not in beginning:
+    if REFUSED_TO_CONTINUE.encode() not in answer.payload:
         return
-    for event in beginning.split(b"\n\n"):
-        choices = object_of(event.removeprefix(b"data: ")).get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            reason = choice.get("stop_reason") if isinstance(choice, dict) else None
-            if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
-                node.doubt_identity()
-                raise NodeGoneError(node, reason, may_eject=False)
-
-
-def is_stream(response: aiohttp.ClientResponse) -> bool:
-    return response.content_type == "text/event-stream"
+    for choice in _choices(answer):
+        reason = choice.get("stop_reason")
+        if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
+            node.doubt_identity()
+            raise NodeGoneError(node, reason, may_eject=False)

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import aiohttp
-
 from ..web.json_body import object_of
 from .first_tokens import FirstToken, first_token_of, is_expected, is_possible, is_stitchable, wish_for
 from .handoffs import TRANSFER_HEADER
@@ -23,9 +21,8 @@ from .phases import (
     open_prefill,
     params_of,
     prefill_body,
-    require_not_aborted,
 )
-from .reading import read_whole
+from .reading import NodeAnswer
 from .sessions import Answer
 
 logger = logging.getLogger(__name__)
@@ -101,7 +98,7 @@ class Prefill(ABC):
         else:
             self._note_gone(call, error)
 
-    def _note_load(self, answer: Answer | None, response: aiohttp.ClientResponse) -> None:
+    def _note_load(self, answer: Answer | None, response: NodeAnswer) -> None:
         if answer is not None:
             result = response.headers.get(TRANSFER_HEADER, "unknown")
             self._metrics.answers.labels(result if result in ANSWER_RESULTS else "unknown").inc()
@@ -133,10 +130,7 @@ class WholePrefill(Prefill):
                     self._pool.use_one(tried, body=call.body, preferred=call.turn.preferred_url) as node,
                     open_prefill(call, node, self._body(call, node, answer)) as response,
                 ):
-                    async with node.exchange():
-                        payload = await read_whole(response)
-                    require_not_aborted(node, payload)
-                    result = object_of(payload)
+                    result = object_of(response.payload)
                     call.timeline.prefill_ended(result)
                     params = params_of(result)
                     self._note_load(answer, response)

@@ -5,14 +5,20 @@ Every failure is an error of aiohttp's client, as a broken connection is, so tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import aiohttp
 from aiohttp import ClientHandlerType
 
+from ..web.json_body import object_of
+from ..web.sse import Event, EventTooLongError, Splitter
+
 #: The largest whole answer, and the largest event of a stream. The largest legitimate ones have log probabilities: this is
 #: enough for about 25,000 tokens with 20 alternatives each. An answer without them has a few bytes per token.
 MAX_ANSWER_BYTES = 64 << 20
+#: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
+MAX_FIRST_EVENT_BYTES = 1 << 20
 
 
 class TooLongError(aiohttp.ClientPayloadError):
@@ -72,31 +78,59 @@ async def read_whole(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSW
     return b"".join(pieces)
 
 
-class EventBuffer:
-    """The beginning of a stream's event whose end has not arrived."""
+class NodeAnswer:
+    """A node's answer as it arrives: whole, or event by event.
 
-    def __init__(self) -> None:
-        self._rest = bytearray()
+    Attributes:
+        is_stream: It comes as events.
+        payload: A whole answer; of a stream, what has arrived with the first event.
+        events: Of a stream, those that have arrived with the first one: it says whether the answer has failed.
+    """
 
-    def add(self, chunk: bytes) -> bytes:
-        """Return the events that are complete with a chunk, each with the empty line that ends it.
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.response = response
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self.is_stream = response.content_type == "text/event-stream"
+        self.payload = b""
+        self.events: list[Event] = []
+        self._splitter = Splitter(MAX_ANSWER_BYTES)
+
+    async def begin(self) -> None:
+        """Wait for the whole answer, or for the first event of a stream.
 
         Raises:
-            TooLongError: The next event has more than `MAX_ANSWER_BYTES`. What has arrived of it is dropped.
+            aiohttp.ClientError: The connection broke, or the node has sent more than it may.
         """
-        # Search only what is new, because a large event arrives in many chunks.
-        begin = max(0, len(self._rest) - 1)
-        self._rest += chunk
-        end = self._rest.rfind(b"\n\n", begin)
-        events = bytes(self._rest[: end + 2]) if end >= 0 else b""
-        del self._rest[: len(events)]
-        if len(self._rest) > MAX_ANSWER_BYTES:
-            self._rest.clear()
-            raise TooLongError("an event", MAX_ANSWER_BYTES)
-        return events
+        if not self.is_stream:
+            self.payload = await read_whole(self.response)
+            return
+        while not self.events and self._splitter.num_waiting_bytes < MAX_FIRST_EVENT_BYTES:
+            if (events := await self.more()) is None:
+                break
+            self.events = events
+        self.payload = b"".join(event.raw for event in self.events)
 
-    def rest(self) -> bytes:
-        """Return what follows the last complete event, and forget it."""
-        rest = bytes(self._rest)
-        self._rest.clear()
-        return rest
+    async def more(self) -> list[Event] | None:
+        """Return the next events of a stream, which may be none yet. None: it has ended.
+
+        Raises:
+            aiohttp.ClientError: See `begin`.
+        """
+        if not (chunk := await self.response.content.readany()):
+            return self.rest() or None
+        try:
+            return self._splitter.add(chunk)
+        except EventTooLongError:
+            raise TooLongError("an event", MAX_ANSWER_BYTES) from None
+
+    def rest(self) -> list[Event]:
+        """Return what has arrived of an event whose end has not."""
+        return self._splitter.rest()
+
+    def contents(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the JSON objects of what has arrived in the beginning."""
+        if self.is_stream:
+            yield from (event.content for event in self.events)
+        else:
+            yield object_of(self.payload)

@@ -21,9 +21,8 @@ from ..web.json_body import object_of
 from .first_tokens import is_single_token
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, NoNodeError, UpstreamNode
-from .phases import Call, Offer, open_prefill, params_of, require_not_aborted
+from .phases import Call, Offer, open_prefill, params_of
 from .prefills import Prefill
-from .reading import read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +149,7 @@ class RendezvousPrefill(Prefill):
                 self._pool.use_one({}, lambda other: other is node, body=call.body),
                 open_prefill(call, node, body) as response,
             ):
-                async with node.exchange():
-                    payload = await read_whole(response)
-                require_not_aborted(node, payload)
-                answer = object_of(payload)
+                answer = object_of(response.payload)
                 call.timeline.prefill_ended(answer)
                 params = params_of(answer)
                 self._note_params(call, node, params)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import aiohttp
 from aiohttp import web
 
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
-from .first_tokens import DONE, FirstToken
+from ..web.sse import DONE, Event, passing
+from .first_tokens import FirstToken
 from .handoffs import error_event
 from .metrics import NotePiece, Way
 from .nodes import NodeGoneError, UpstreamNode
-from .phases import is_stream
+from .reading import NodeAnswer
 from .sessions import AnswerTaker
 
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
-#: How much of a stream's end is kept. Its last events report the load of the cache.
-TAIL_BYTES = 16 << 10
+#: Of the events that report on an answer, the last ones are kept; a longer one is not a report.
+MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
+_REPORTS = re.compile(rb'"(?:metrics|usage|error)"')
 #: How long to try to send the error that ends a stream to a client that does not read.
 ERROR_SEND_S = 1.0
 
@@ -45,7 +48,8 @@ class Reply:
 
     Attributes:
         taker: Takes the offer of the answer out of what is copied.
-        tail: The last bytes of the stream.
+        tail: The last events of the stream with a report of the node: figures, or an error.
+        is_complete: The client has been sent the end of a stream, so that it may leave.
         lost: Why the stream ended early. None if its node has not failed.
         error: What ended a stream that had begun. None if nothing did.
         way: How the decode node gets the cache of the prompt.
@@ -58,17 +62,13 @@ class Reply:
         self._note_piece = note_piece
         self._stream: web.StreamResponse | None = None
         self.taker = AnswerTaker()
-        self.tail = b""
+        self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
+        self.is_complete = False
         self.lost: NodeGoneError | None = None
         self.error: ApiError | None = None
         self.first: FirstToken | None = None
         self.way: Way = "in_turn"
-        self.explain: Callable[[bytes], object] = lambda events: None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the client has been sent the end of a stream, so that it may leave."""
-        return self.tail.endswith(DONE)
+        self.explain: Callable[[list[Event]], object] = lambda events: None
 
     async def begin(self, first: FirstToken, upstream: Mapping[str, str]) -> None:
         """Begin a stream with the answer's first token.
@@ -79,12 +79,12 @@ class Reply:
         self.first = first
         await self._start(web.StreamResponse(headers=stream_headers(upstream)))
         self._note_piece(self.way, "prefill")
-        await self._write(b"".join(first.events))
+        await self._write(first.events)
 
     async def end(self) -> web.StreamResponse:
         """End a stream that had nothing but the first token."""
         assert self._stream is not None, "begun before"
-        await self._write(DONE)
+        await self._write([DONE])
         await self._stream.write_eof()
         return self._stream
 
@@ -92,16 +92,20 @@ class Reply:
         await stream.prepare(self._request)
         self._stream = stream
 
-    async def _write(self, piece: bytes) -> None:
+    def _note(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if len(event.raw) <= MAX_TAIL_EVENT_BYTES and _REPORTS.search(event.raw):
+                self.tail.append(event)
+            self.is_complete = event.is_done
+
+    async def _write(self, events: Sequence[Event]) -> None:
         assert self._stream is not None, "begun before"
-        await self._stream.write(piece)
-        self.tail = (self.tail + piece)[-TAIL_BYTES:]
+        await self._stream.write(b"".join(event.raw for event in events))
+        self._note(events)
         if self.is_complete:
             note_answered(self._request, self._stream.status)
 
-    async def copy(
-        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
-    ) -> web.StreamResponse:
+    async def copy(self, node: UpstreamNode, upstream: NodeAnswer, *, continues: bool) -> web.StreamResponse:
         """Copy a node's answer to the client as it arrives. If the node is lost, end the stream with an error.
 
         Args:
@@ -111,56 +115,55 @@ class Reply:
             ApiError: The stream began with the first token, and the node refused to continue it; or `explain` raised it.
             OtherTokenError: The stream began with another first token than the node's. Nothing of the node's was sent.
         """
-        rewritten = self._continued(upstream, first, continues=continues)
+        rewritten = self._continued(upstream, continues=continues)
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         headers.setdefault("Content-Type", "application/json")
-        if not is_stream(upstream):
-            return web.Response(body=self.taker.whole(first), status=upstream.status, headers=headers)
+        if not upstream.is_stream:
+            return web.Response(
+                body=self.taker.whole(upstream.payload), status=upstream.status, headers=headers
+            )
         if self._stream is None:
             headers["Cache-Control"] = "no-cache"
             await self._start(web.StreamResponse(status=upstream.status, headers=headers))
-        chunk = first
+        arrived: list[Event] | None = upstream.events
         try:
-            while chunk:
-                async with node.exchange():
-                    events = rewritten(self.taker.events(chunk))
+            while arrived is not None:
+                events = rewritten(arrived)
                 if error_event(events):
                     self.explain(events)
                 if events:
                     self._note_piece(self.way, "decode")
                     await self._write(events)
                 async with node.exchange():
-                    chunk = await upstream.content.readany()
+                    arrived = await upstream.more()
         except NodeGoneError as error:
             self.lost = error
-            await self._write(rewritten(self.taker.rest()))
+            await self._write(rewritten(upstream.rest()))
             lost = f"the answer was lost in the middle: {await error.explained()}"
             return await self.fail(ApiError(502, lost, kind="server_error"))
-        if rest := self.taker.rest():
-            await self._write(rewritten(rest))
         assert self._stream is not None, "begun above"
         await self._stream.write_eof()
         return self._stream
 
     def _continued(
-        self, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
-    ) -> Callable[[bytes], bytes]:
-        """Return what makes the pieces of a node's answer those of the client's.
+        self, upstream: NodeAnswer, *, continues: bool
+    ) -> Callable[[Iterable[Event]], list[Event]]:
+        """Return what makes the events of a node's answer those of the client's.
 
         Raises:
             ApiError: The client has the first token already, and this is not the rest of a stream.
         """
         if self.first is None:
-            return lambda piece: piece
-        if upstream.status != 200 or not is_stream(upstream):
-            error = object_of(first).get("error")
+            return passing(self.taker)
+        if upstream.status != 200 or not upstream.is_stream:
+            error = object_of(upstream.payload).get("error")
             message = error.get("message") if isinstance(error, dict) else ""
             raise ApiError(
                 upstream.status if upstream.status >= 400 else 502,
-                f"the decode node did not continue the answer: {message or first[:200].decode(errors='replace')}",
+                f"the decode node did not continue the answer: {message or upstream.payload[:200].decode(errors='replace')}",
                 kind="server_error",
             )
-        return self.first.rewriter() if continues else self.first.remover()
+        return passing(self.taker, self.first.continued() if continues else self.first.removed())
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End the answer with an error, as an event if part of a stream was sent.

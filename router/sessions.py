@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..web.json_body import MAX_DEPTH, is_deeper_than
+from ..web.sse import Event
 from .nodes import UpstreamNode
-from .reading import EventBuffer
 from .states import USABLE
 
 SESSION_HEADER = "X-Session-ID"
@@ -214,7 +214,6 @@ class AnswerTaker:
     def __init__(self) -> None:
         self.params: Params | None = None
         self.note: Callable[[Params], object] = lambda params: None
-        self._buffer = EventBuffer()
 
     def whole(self, payload: bytes) -> bytes:
         """Return a whole answer without the offer."""
@@ -235,17 +234,6 @@ class AnswerTaker:
             self.note(params)
         return head + b" null" + text[end:].encode(errors="surrogateescape")
 
-    def events(self, chunk: bytes) -> bytes:
-        """Return the events of a stream that are complete, without the offer. The rest of the chunk waits for the next one.
-
-        Raises:
-            TooLongError: See `EventBuffer.add`.
-        """
-        ready = self._buffer.add(chunk)
-        if _PARAMS_KEY in ready:
-            ready = b"\n\n".join(map(self.whole, ready.split(b"\n\n")))
-        return ready
-
-    def rest(self) -> bytes:
-        """Return what follows the last complete event."""
-        return self._buffer.rest()
+    def __call__(self, event: Event) -> list[Event]:
+        """Return an event of a stream without the offer."""
+        return [Event(self.whole(event.raw))] if _PARAMS_KEY in event.raw else [event]

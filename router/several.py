@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from ..web.errors import ApiError, bad_request, note_answered
 from ..web.fields import Fields
 from ..web.json_body import object_of
-from .first_tokens import DONE, FirstToken
+from ..web.sse import DONE, Event
+from .first_tokens import FirstToken
 from .handoffs import error_event
 from .nodes import NodeGoneError, UpstreamNode
-from .phases import Call, is_stream
-from .reading import MAX_ANSWER_BYTES
-from .reply import PASSED_HEADERS, TAIL_BYTES, Reply, stream_headers
+from .phases import Call
+from .reading import MAX_ANSWER_BYTES, NodeAnswer
+from .reply import PASSED_HEADERS, Reply, stream_headers
 
 #: Most prompts per request.
 MAX_PROMPTS = 256
@@ -113,7 +113,7 @@ class MergedReply(Reply):
                 return self._merged([object_of(_body_of(task.result())) for task in tasks])
             if self._closing is not None:
                 await self._send({**self._closing, "id": self._id, "usage": self._usage})
-            await self._stream.write(DONE)
+            await self._stream.write(DONE.raw)
             note_answered(self._request, self._stream.status)
             await self._stream.write_eof()
             return self._stream
@@ -144,15 +144,13 @@ class MergedReply(Reply):
             count = usage.get(name) if isinstance(usage, dict) else None
             self._usage[name] = self._usage.get(name, 0) + (count if isinstance(count, int) else 0)
 
-    async def add_event(self, event: bytes, number: int, headers: Mapping[str, str]) -> None:
+    async def add_event(self, event: Event, number: int, headers: Mapping[str, str]) -> None:
         """Pass on an event of the answer to one prompt.
 
         Raises:
             ApiError: it is an error, which ends the whole answer.
         """
-        payload = event.removeprefix(b"data: ")
-        content = object_of(payload)
-        if not content:
+        if not (content := event.content):
             return  # [DONE], or a comment
         if isinstance(error := content.get("error"), dict):
             raise ApiError(
@@ -175,7 +173,7 @@ class MergedReply(Reply):
             self._begun = asyncio.ensure_future(stream.prepare(self._request))
             self._stream = stream
         await asyncio.shield(self._begun)
-        await self._stream.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+        await self._stream.write(Event(b"data: " + json.dumps(content).encode() + b"\n\n").raw)
 
 
 class _RefusedError(Exception):
@@ -198,41 +196,40 @@ class _Part(Reply):
     async def begin(self, first: FirstToken, upstream: Mapping[str, str]) -> None:
         """Pass on the first token of the answer to the prompt."""
         self.first = first
-        await self._pass_on(b"".join(first.events), stream_headers(upstream))
+        await self._pass_on(first.events, stream_headers(upstream))
 
     async def end(self) -> web.StreamResponse:
         """End an answer that had nothing but the first token."""
         return web.Response()
 
-    async def _pass_on(self, events: bytes, headers: Mapping[str, str]) -> None:
-        for event in events.split(b"\n\n"):
+    async def _pass_on(self, events: Iterable[Event], headers: Mapping[str, str]) -> None:
+        for event in events:
             await self._merged_reply.add_event(event, self._number, headers)
 
-    async def copy(
-        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
-    ) -> web.StreamResponse:
+    async def copy(self, node: UpstreamNode, upstream: NodeAnswer, *, continues: bool) -> web.StreamResponse:
         """Pass a stream's events on, or return a whole answer. If the node is lost in the middle, the answer fails.
 
         Raises:
             ApiError: the stream broke, or an event of it is an error.
             OtherTokenError: See `Reply.copy`.
         """
-        rewritten = self._continued(upstream, first, continues=continues)
+        rewritten = self._continued(upstream, continues=continues)
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
-        if not is_stream(upstream):
+        if not upstream.is_stream:
             headers.setdefault("Content-Type", "application/json")
-            return web.Response(body=self.taker.whole(first), status=upstream.status, headers=headers)
-        chunk = first
+            return web.Response(
+                body=self.taker.whole(upstream.payload), status=upstream.status, headers=headers
+            )
+        arrived: list[Event] | None = upstream.events
         try:
-            while chunk:
-                async with node.exchange():
-                    events = rewritten(self.taker.events(chunk))
+            while arrived is not None:
+                events = rewritten(arrived)
                 if error_event(events):
                     self.explain(events)
-                self.tail = (self.tail + events)[-TAIL_BYTES:]
+                self._note(events)
                 await self._pass_on(events, headers)
                 async with node.exchange():
-                    chunk = await upstream.content.readany()
+                    arrived = await upstream.more()
         except NodeGoneError as error:
             self.lost = error
             lost = f"the answer was lost in the middle: {await error.explained()}"

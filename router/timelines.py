@@ -12,12 +12,14 @@ import collections
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from ..web.errors import CLIENT_LEFT, ApiError
 from ..web.json_body import object_of
+from ..web.sse import Event
+from .reading import NodeAnswer
 
 #: Finished requests that the router keeps.
 MAX_RECENT: Final = 200
@@ -194,31 +196,29 @@ class Timeline:
             self._prefill = None
         self._decode = _Visit(node, self._now_s())
 
-    def decode_began(self, first: bytes, *, is_stream: bool) -> None:
-        """Note the first bytes of the answer; all bytes if it is not a stream."""
+    def decode_began(self, answer: NodeAnswer) -> None:
+        """Note a whole answer, or the first event of a stream."""
         if self._decode is None:
             return
-        if is_stream:
+        if answer.is_stream:
             self._decode.first_s = self._now_s()
         else:
-            self._take_in(self._decode, first)
+            self._take_in(self._decode, object_of(answer.payload))
 
-    def decode_ended(self, status: int, tail: bytes) -> None:
+    def decode_ended(self, status: int, tail: Iterable[Event]) -> None:
         """Note the end of the answer.
 
         Args:
             tail: The last events of a stream, which have the node's figures.
         """
         if self._decode is not None:
-            for event in tail.split(b"\n\n"):
-                self._take_in(self._decode, event.removeprefix(b"data: "))
+            for event in tail:
+                self._take_in(self._decode, event.content)
         self.ended(status)
 
-    def _take_in(self, visit: _Visit, payload: bytes) -> None:
-        # Other events of a stream are not worth parsing.
-        if not any(word in payload for word in (b'"metrics"', b'"usage"', b'"error"')):
+    def _take_in(self, visit: _Visit, answer: Mapping[str, Any]) -> None:
+        if not answer.keys() & {"metrics", "usage", "error"}:
             return
-        answer = object_of(payload)
         if "metrics" in answer or not visit.figures.is_split:
             visit.figures = _Figures.of(answer)
         self._error = self._error or _text(_mapping(answer, "error"), "message", MAX_ERROR_CHARS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvferry.router.first_tokens import (
     is_possible,
     is_stitchable,
 )
+from kvferry.web.sse import Event, Filter, Splitter, events_of, passing
 from tests.support.tiny_models import byte_tokenizer
 
 TOKENIZERS: dict[str, Tokenizer] = {
@@ -129,23 +131,31 @@ def test_a_stitched_stream_is_one_servers_byte_for_byte(
         assert tokens[:1] != [0]
         assert DecodeStream(ids=prompt_ids, skip_special_tokens=True).step(tokenizer, tokens[0]) is None
         return
-    assert expected.startswith(b"".join(first.events))
+    assert expected.startswith(raw(first.events))
     if first.is_all:
-        assert expected == b"".join(first.events) + b"data: [DONE]\n\n"
+        assert expected == raw(first.events) + b"data: [DONE]\n\n"
         return
     asked = first.decode_body(body, OFFER)
     assert asked["kv_transfer_params"] == {**OFFER, "first_token": {"model": IDENTITY}}
     other = Server(tokenizer, created=101)
     rest = other.stream(asked["prompt"], tokens[1:], asked["max_tokens"], usage=usage)
     cut = data.draw(st.integers(0, len(rest)))
-    rewrite = first.rewriter()
-    assert b"".join(first.events) + rewrite(rest[:cut]) + rewrite(rest[cut:]) == expected
+    assert raw(first.events) + through(first.continued(), rest[:cut], rest[cut:]) == expected
 
     # A decode node that was asked at the same time has chosen this token too.
     own = other.stream(prompt_ids, tokens, max_tokens, usage=usage)
     cut = data.draw(st.integers(0, len(own)))
-    remove = first.remover()
-    assert b"".join(first.events) + remove(own[:cut]) + remove(own[cut:]) == expected
+    assert raw(first.events) + through(first.removed(), own[:cut], own[cut:]) == expected
+
+
+def raw(events: Iterable[Event]) -> bytes:
+    return b"".join(event.raw for event in events)
+
+
+def through(change: Filter, *pieces: bytes) -> bytes:
+    """Send the pieces of a stream through a filter."""
+    splitter = Splitter(1 << 20)
+    return b"".join(raw(passing(change)(splitter.add(piece))) for piece in pieces) + raw(splitter.rest())
 
 
 def stream_of(*texts: str, created: int = 6, **fields: Any) -> bytes:
@@ -175,7 +185,7 @@ def texts_in(stream: bytes) -> list[str]:
     ],
 )
 def test_what_the_client_has_is_taken_out_of_a_decode_nodes_own_stream(own: bytes, left: list[str]) -> None:
-    assert texts_in(passed("to").remover()(own)) == left
+    assert texts_in(through(passed("to").removed(), own)) == left
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,7 @@ def test_what_the_client_has_is_taken_out_of_a_decode_nodes_own_stream(own: byte
 )
 def test_another_token_is_noticed_before_anything_is_passed_on(own: bytes) -> None:
     with pytest.raises(OtherTokenError):
-        passed("to").remover()(own)
+        through(passed("to").removed(), own)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +232,11 @@ def test_a_token_that_the_client_would_not_see_is_not_passed_on(chunks: list[Any
 
 def test_the_error_of_a_load_is_passed_on() -> None:
     error = b'data: {"error": {"message": "lost"}}\n\n'
-    assert passed("to").remover()(error) == error
+    assert through(passed("to").removed(), error) == error
 
 
 def passed(text: str) -> PassedToken:
-    return PassedToken(1, 5, "0123456789abcdef", (stream_of(text, created=5),), is_all=False)
+    return PassedToken(1, 5, "0123456789abcdef", tuple(events_of(stream_of(text, created=5))), is_all=False)
 
 
 @pytest.mark.parametrize(

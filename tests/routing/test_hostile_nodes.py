@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.health import MAX_HEALTH_BYTES, Prober, ask_health
-from kvferry.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError, refuse_no_answers
+from kvferry.router.reading import MAX_ANSWER_BYTES, refuse_no_answers
 from kvferry.router.states import Health, NodeState
 from kvferry.web.json_body import MAX_VALUES, object_of
 from tests.support.fake_nodes import routed, serving
@@ -383,26 +383,6 @@ async def test_what_a_node_says_is_wrong_with_it_is_one_line_of_limited_length()
     assert health is not None
     assert health.error.startswith("/health says failing: a bxxx")
     assert len(health.error) < 500
-
-
-# -- parts -----------------------------------------------------------------------------------------
-
-
-def test_events_are_complete_in_whatever_pieces_they_arrive() -> None:
-    stream = b"data: a\n\ndata: b\n\n\n\ndata: [DONE]\n\ndata: c"
-    for size in range(1, len(stream)):
-        buffer = EventBuffer()
-        added = [buffer.add(stream[at : at + size]) for at in range(0, len(stream), size)]
-        assert all(events == b"" or events.endswith(b"\n\n") for events in added)
-        assert b"".join(added) + buffer.rest() == stream
-
-
-def test_an_event_has_a_longest_length() -> None:
-    buffer = EventBuffer()
-    assert buffer.add(b"a" * MAX_ANSWER_BYTES) == b""
-    with pytest.raises(TooLongError, match=f"sent an event of more than {MAX_ANSWER_BYTES} bytes"):
-        buffer.add(b"a")
-    assert buffer.rest() == b""
 
 
 def nested(depth: int) -> bytes:
