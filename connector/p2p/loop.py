@@ -62,7 +62,7 @@ from ..handoff.node import NodeProtocol
 from ..unexpected import Unexpected
 from .computed import AT_ONCE, Mark, Watch
 from .offer_guards import OfferGuards
-from .orders import HandoffMetadata, OfferOrder, OpenOrder
+from .orders import HandoffMetadata, OfferOrder, OpenOrder, RequestOrders
 from .outcomes import Outcomes
 from .trace import HandoffTrace
 
@@ -310,7 +310,7 @@ class HandoffLoop:
                 if order.computed.is_over():
                     return partial(self._driver.carry_out, order.orders, order.number)
         except KVTransferError as error:
-            return partial(self._driver.refuse, order.orders, order.number, error)
+            return partial(self._driver.carry_out, order.orders, order.number, error)
         # Not by asking again and again: that would take the interpreter's lock from the step that is being computed.
         if self._watched is not order:
             self._watched = order
@@ -381,68 +381,73 @@ class _Driver:
 
     # -- orders --------------------------------------------------------------------------------------
 
-    def carry_out(self, orders: HandoffMetadata, number: int) -> None:
+    def carry_out(self, orders: HandoffMetadata, number: int, error: KVTransferError | None = None) -> None:
         """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone.
 
         Args:
             number: Of the orders; see `OfferGuards`.
+            error: Why it is not known whether the memory is written or free. What is about memory fails then: otherwise
+                offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
         """
         self._number = number
+        for order in orders.requests:
+            if error is None:
+                self._carry_out(order)
+            else:
+                self._refuse(order, error)
+        for request_id, lease in orders.releases:
+            self._do(self._protocol.producer.give_up(request_id, lease))
+        self._guards.carried_out(number)
+
+    def _refuse(self, order: RequestOrders, error: KVTransferError) -> None:
+        is_cut = order.abort or order.extension is not None or order.completion is not None
+        self._carry_out(replace(order, offer=None, extension=None, completion=None, abort=is_cut, load=None))
+        if order.offer is not None:
+            self._refuse_offer(order.request_id, order.offer.lease, str(error))
+        if order.load is not None:
+            self._fail_load(order.request_id, order.load, error)
+
+    def _carry_out(self, order: RequestOrders) -> None:
+        """Carry out one request's orders, in the order in which a request goes through them."""
+        request_id = order.request_id
         producer, consumer = self._protocol.producer, self._protocol.consumer
         if self._trace is not None:
             with self._unexpected.logged("tracing orders"):
-                self._trace.ordered(orders)
-        # A request's announcement, offer and abort, or claim, load and drop, may come in one step. So the kinds are carried
-        # out in the order in which a request goes through them.
-        for request_id, announced in orders.announcements.items():
-            with self._unexpected.logged(
-                "announcing an offer"
-            ):  # only claims that come too early are lost by it
+                self._trace.ordered(order)
+        if (announced := order.announcement) is not None:
+            # If this fails, only claims that come too early are lost.
+            with self._unexpected.logged("announcing an offer"):
                 self._do(producer.announce(request_id, announced.lease, announced.name, _now()))
-        for request_id, order in orders.offers.items():
-            with self._failing_offer(request_id, order.lease):
-                if self._guards.is_void(request_id, number):
-                    self._refuse_offer(request_id, order.lease, "was aborted: its request lost its blocks")
+        is_void = self._guards.is_void(request_id, self._number)
+        if order.offer is not None:
+            with self._failing_offer(request_id, order.offer.lease):
+                if is_void:
+                    self._refuse_offer(
+                        request_id, order.offer.lease, "was aborted: its request lost its blocks"
+                    )
                 else:
-                    self._offer(request_id, order)
-        for request_id, extension in orders.extensions.items():
-            if self._guards.is_void(request_id, number):
-                continue
+                    self._offer(request_id, order.offer)
+        if order.extension is not None and not is_void:
             with self._failing_offer(request_id):
-                self._do(producer.extend(request_id, extension.block_ids, extension.num_ready))
-        for request_id, block_ids in orders.completions.items():
+                self._do(producer.extend(request_id, order.extension.block_ids, order.extension.num_ready))
+        if order.completion is not None:
             with self._failing_offer(request_id):
-                self._do(producer.complete(request_id, block_ids, _now()))
-        for lease in orders.withdrawals:
-            self._do(self._must("withdrawing an offer", partial(producer.withdraw, lease)))
-        self.abort(orders.aborts)
-        for request_id, lease in orders.releases:
-            self._do(producer.give_up(request_id, lease))
-        for request_id, offer in orders.claims.items():
+                self._do(producer.complete(request_id, order.completion, _now()))
+        if order.withdrawal is not None:
+            self._do(self._must("withdrawing an offer", partial(producer.withdraw, order.withdrawal)))
+        if order.abort:
+            self.abort((request_id,))
+        if order.claim is not None:
             with self._failing_load(request_id):
                 context = self._trace.claim_context(request_id) if self._trace is not None else ""
-                self._do(consumer.claim(request_id, offer, _now(), traceparent=context))
-        for request_id, blocks in orders.loads.items():
-            with self._failing_load(request_id, blocks):
-                self._do(consumer.load(request_id, blocks, _now()))
-        for request_id in orders.drops:
+                self._do(consumer.claim(request_id, order.claim, _now(), traceparent=context))
+        if order.load is not None:
+            with self._failing_load(request_id, order.load):
+                self._do(consumer.load(request_id, order.load, _now()))
+        if order.drop:
             with self._failing_load(request_id):
                 self._do(consumer.drop(request_id, _now()))
             self._bugs.pop(request_id, None)  # the load will not be asked for any more
-        self._guards.carried_out(number)
-
-    def refuse(self, orders: HandoffMetadata, number: int, error: KVTransferError) -> None:
-        """Fail one step's orders that are about memory, because it is not known whether the memory is written or free.
-
-        Otherwise offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
-        """
-        aborts = (*orders.aborts, *orders.extensions, *orders.completions)
-        memoryless = replace(orders, offers={}, extensions={}, completions={}, aborts=aborts, loads={})
-        self.carry_out(memoryless, number)
-        for request_id, order in orders.offers.items():
-            self._refuse_offer(request_id, order.lease, str(error))
-        for request_id, blocks in orders.loads.items():
-            self._fail_load(request_id, blocks, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End those of these requests' offers that have not ended."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 
 from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from ..handoff.events import BlockTables, LocalBlocks, RemoteOffer
@@ -76,45 +75,77 @@ class ExtendOrder:
     num_ready: int
 
 
-@dataclass(frozen=True)
-class HandoffMetadata(KVConnectorMetadata):
-    """One step's orders, carried out in the order of the attributes. All but `withdrawals` are by request.
+@dataclass
+class RequestOrders:
+    """What the worker halves do about one request in a step, in the order of the attributes. None: nothing of that kind.
+
+    The scheduler half adds to it until it is sent; from then on it does not change.
 
     Attributes:
-        announcements: Offers that will be made: their requests have arrived.
-        offers: Blocks to hold for consumers, or to let them read.
-        extensions: What has been computed of open offers since.
-        completions: Open offers whose request has finished with all of its prompt computed: the block tables. The blocks are
-            held from now on.
-        withdrawals: Lease numbers of announced offers that will not be made: their requests ended, or lost their blocks.
-        aborts: Open offers whose request has ended otherwise. Their blocks are held until no peer reads them.
-        releases: Offers that no consumer will load: the request, or the name of a rendezvous, and the lease number. An offer that a consumer has claimed continues.
-        claims: Offers of other nodes to claim before there are blocks to read them into.
-        loads: Per group, local blocks to read claimed offers into.
-        drops: Claims that are no longer needed.
-        traceparents: Of requests among the announcements and claims that are traced: the `traceparent` of their node's span.
+        traceparent: The `traceparent` of the node's span of the request, if the request has arrived in this step and is traced.
+        announcement: An offer will be made: the request has arrived.
+        offer: Hold its blocks for a consumer, or let one read them.
+        extension: What has been computed of the open offer since.
+        completion: Its prompt is computed and the request has finished: the open offer's block tables. The blocks are held from
+            now on.
+        withdrawal: Lease number of the announced offer, which will not be made: the request ended, or lost its blocks.
+        abort: End the open offer, whose request has ended otherwise. The blocks are held until no peer reads them.
+        claim: An offer of another node, to claim before there are blocks to read it into.
+        load: Per group, local blocks to read the claimed offer into.
+        drop: The claim is no longer needed.
     """
 
-    announcements: Mapping[str, Announcement] = field(default_factory=dict)
-    offers: Mapping[str, OfferOrder | OpenOrder] = field(default_factory=dict)
-    extensions: Mapping[str, ExtendOrder] = field(default_factory=dict)
-    completions: Mapping[str, BlockTables] = field(default_factory=dict)
-    withdrawals: tuple[int, ...] = ()
-    aborts: tuple[str, ...] = ()
-    releases: tuple[tuple[str, int], ...] = ()
-    claims: Mapping[str, RemoteOffer] = field(default_factory=dict)
-    loads: Mapping[str, LocalBlocks] = field(default_factory=dict)
-    drops: tuple[str, ...] = ()
-    traceparents: Mapping[str, str] = field(default_factory=dict)
+    request_id: str
+    traceparent: str = ""
+    announcement: Announcement | None = None
+    offer: OfferOrder | OpenOrder | None = None
+    extension: ExtendOrder | None = None
+    completion: BlockTables | None = None
+    withdrawal: int | None = None
+    abort: bool = False
+    claim: RemoteOffer | None = None
+    load: LocalBlocks | None = None
+    drop: bool = False
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to do."""
-        return not any(getattr(self, order.name) for order in fields(self))
+        return self.announcement is None and self.only_announces()
 
     def only_announces(self) -> bool:
-        """Say whether there is nothing but announcements, which change nothing until a peer claims."""
-        others = (order.name for order in fields(self) if order.name not in ("announcements", "traceparents"))
-        return not any(getattr(self, name) for name in others)
+        """Say whether nothing but the announcement is to be done, which changes nothing until a peer claims."""
+        return self == RequestOrders(self.request_id, self.traceparent, self.announcement)
+
+
+@dataclass(frozen=True)
+class HandoffMetadata(KVConnectorMetadata):
+    """One step's orders.
+
+    Attributes:
+        requests: By request, in the order in which they were given. A request id that was used again comes twice.
+        releases: Offers that no consumer will load: the request, or the name of a rendezvous, and the lease number. An offer
+            that a consumer has claimed continues. They come after all others.
+    """
+
+    requests: tuple[RequestOrders, ...] = ()
+    releases: tuple[tuple[str, int], ...] = ()
+
+    def is_empty(self) -> bool:
+        """Say whether there is nothing to do."""
+        return not self.requests and not self.releases
+
+    def loads(self) -> HandoffMetadata:
+        """Return the loads alone."""
+        loading = (order for order in self.requests if order.load is not None)
+        return HandoffMetadata(tuple(RequestOrders(order.request_id, load=order.load) for order in loading))
+
+    def without_loads(self) -> HandoffMetadata:
+        """Return all but the loads."""
+        others = (replace(order, load=None) for order in self.requests)
+        return replace(self, requests=tuple(order for order in others if not order.is_empty()))
+
+    def only_announces(self) -> bool:
+        """Say whether there is nothing but announcements."""
+        return not self.releases and all(orders.only_announces() for orders in self.requests)
 
 
 @dataclass(frozen=True)

@@ -78,19 +78,18 @@ class Outcomes:
 
     def expect(self, orders: HandoffMetadata, now: float) -> None:
         """Owe an end to each load of `orders`, and to each offer of a request that has finished."""
-        if orders.offers:
-            self._stats.count("live_leases", len(orders.offers))
-        if orders.loads:
-            self._stats.count("live_loads", len(orders.loads))
         with self._lock:
-            for request_id, order in orders.offers.items():
-                is_whole = isinstance(order, OfferOrder)
-                self._offers[request_id] = OfferState.OFFERED if is_whole else OfferState.OPEN
-            # After the offers: one step may bring an open offer and its abort.
-            for request_id in (*orders.completions, *orders.aborts):
-                self._request_finished(request_id)
-            for request_id, blocks in orders.loads.items():
-                self._loads[request_id] = _Load(blocks, exposed_since=now)
+            for order in orders.requests:
+                if order.offer is not None:
+                    self._stats.count("live_leases")
+                    is_whole = isinstance(order.offer, OfferOrder)
+                    self._offers[order.request_id] = OfferState.OFFERED if is_whole else OfferState.OPEN
+                # After the offer: one step may bring an open offer and its abort.
+                if order.completion is not None or order.abort:
+                    self._request_finished(order.request_id)
+                if order.load is not None:
+                    self._stats.count("live_loads")
+                    self._loads[order.request_id] = _Load(order.load, exposed_since=now)
 
     def take_open(self, request_ids: set[str]) -> set[str]:
         """Forget these requests' offers that are not `OFFERED`, because the requests lose their blocks.

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...transports._limited_log import LimitedLog
 from ...transports.errors import ConfigurationError, KVTransferStateError
 from ..base import KVConnectorHandshakeMetadata, SchedulerHalf
 from ..errors import ConnectorError, RendezvousError
-from ..handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
+from ..handoff.events import BlockTables, GroupBlocks, RemoteOffer
 from ..handoff.messages import PROTOCOL_VERSION
 from ..handoff.numbers import GuardNumbers
 from ..identity.content import content_digest
 from ..kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .options import ConnectorOptions
-from .orders import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
+from .orders import (
+    Announcement,
+    ExtendOrder,
+    HandoffMetadata,
+    OfferOrder,
+    OpenOrder,
+    RequestOrders,
+    WorkerAddress,
+)
 from .params import (
     TransferWish,
     offer_params,
@@ -36,8 +44,6 @@ if TYPE_CHECKING:
     from ..output import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Names of rendezvous that are remembered as used, the latest ones.
 _MAX_USED_NAMES = 4096
@@ -95,21 +101,6 @@ class _Answer:
     params: dict[str, Any]
 
 
-@dataclass
-class _Orders:
-    """The orders about one request that were not sent to the worker halves yet; the fields of `HandoffMetadata`."""
-
-    announcement: Announcement | None = None
-    offer: OfferOrder | OpenOrder | None = None
-    extension: ExtendOrder | None = None
-    completion: BlockTables | None = None
-    abort: bool = False
-    claim: RemoteOffer | None = None
-    load: LocalBlocks | None = None
-    drop: bool = False
-    traceparent: str = ""
-
-
 @dataclass(repr=False)
 class _Request:
     """One request that loads, offers, or does both in this order. Only `HandoffScheduler._move` changes its state.
@@ -126,7 +117,7 @@ class _Request:
     claim: RemoteOffer | None
     offer: _OwnOffer | None
     traceparent: str
-    orders: _Orders | None = None
+    orders: RequestOrders | None = None
 
     def __repr__(self) -> str:
         return f"<request {self.request_id!r}, {self.state.value}>"
@@ -184,8 +175,7 @@ class HandoffScheduler(SchedulerHalf):
         self._requests: dict[str, _Request] = {}
         # Requests with orders. A list of its own: most requests of a busy node wait, and have none in a given step.
         self._unsent: list[_Request] = []
-        # These two name an offer by its number and no request, so they outlive the request that caused them.
-        self._withdrawals: list[int] = []
+        # They name an offer by its number, and not always a request that is known here.
         self._releases: list[tuple[str, int]] = []
         self._used_names: OrderedDict[str, None] = OrderedDict()
         # By request, oldest first; without the offers that were ended to free blocks.
@@ -205,7 +195,7 @@ class HandoffScheduler(SchedulerHalf):
     @property
     def num_requests(self) -> int:
         """Requests whose handoff is not over."""
-        return sum(request.state is not RequestState.ENDED for request in self._requests.values())
+        return len(self._requests)
 
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Learn where the worker halves can be reached, by rank.
@@ -373,33 +363,15 @@ class HandoffScheduler(SchedulerHalf):
             if record is not None and record.state is RequestState.OPEN:
                 self._take_back_open(record)
         sent, self._unsent = self._unsent, []
-        withdrawals, self._withdrawals = self._withdrawals, []
         releases, self._releases = self._releases, []
-
-        def collect(field: Callable[[_Orders], T | None]) -> dict[str, T]:
-            values = (
-                (record.request_id, field(record.orders)) for record in sent if record.orders is not None
-            )
-            return {request_id: value for request_id, value in values if value is not None}
-
-        metadata = HandoffMetadata(
-            announcements=collect(lambda orders: orders.announcement),
-            offers=collect(lambda orders: orders.offer),
-            extensions=collect(lambda orders: orders.extension),
-            completions=collect(lambda orders: orders.completion),
-            withdrawals=tuple(withdrawals),
-            aborts=tuple(collect(lambda orders: orders.abort or None)),
-            releases=tuple(releases),
-            claims=collect(lambda orders: orders.claim),
-            loads=collect(lambda orders: orders.load),
-            drops=tuple(collect(lambda orders: orders.drop or None)),
-            traceparents=collect(lambda orders: orders.traceparent or None),
-        )
+        orders = [record.orders for record in sent if record.orders is not None]
         for record in sent:
             record.orders = None
-            if record.state is RequestState.ENDED:
-                self._forget(record)
-        return metadata
+        # Of a request that came and went within the step, nothing may be left to say.
+        told = tuple(
+            order for order in orders if order.announcement is not None or not order.only_announces()
+        )
+        return HandoffMetadata(told, tuple(releases))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_recving:
@@ -451,23 +423,18 @@ class HandoffScheduler(SchedulerHalf):
     # -- steps between states ------------------------------------------------------------------------
 
     def _move(self, record: _Request, state: RequestState) -> None:
-        """Change a request's state. Give its orders before, because a request that ended without orders is forgotten."""
+        """Change a request's state. A request that has ended is forgotten."""
         assert state in _NEXT[record.state], f"{record!r} cannot become {state.value}"
         logger.debug("%r is now %s", record, state.value)
         record.state = state
-        # The worker halves would apply a drop that was not sent yet to the claim of the next request with this id. So the
-        # id stays in use until the drop is sent.
-        if state is RequestState.ENDED and not (record.orders and record.orders.drop):
-            self._forget(record)
-
-    def _forget(self, record: _Request) -> None:
-        if self._requests.get(record.request_id) is record:
+        # Orders that were not sent yet are sent all the same, before those of a later request with this id.
+        if state is RequestState.ENDED:
             del self._requests[record.request_id]
 
-    def _order(self, record: _Request) -> _Orders:
+    def _order(self, record: _Request) -> RequestOrders:
         """Return the orders about the request that the next step will send, to add to them."""
         if record.orders is None:
-            record.orders = _Orders()
+            record.orders = RequestOrders(record.request_id)
             self._unsent.append(record)
         return record.orders
 
@@ -592,11 +559,11 @@ class HandoffScheduler(SchedulerHalf):
 
         A rendezvous is announced all the same: its consumer knows the name from the router, and is denied at once.
         """
-        is_unknown = record.orders is not None and record.orders.announcement is not None
-        if is_unknown and not own.name and record.orders is not None:
-            record.orders.announcement = None
+        orders = self._order(record)
+        if orders.announcement is not None and not own.name:
+            orders.announcement = None
         else:
-            self._withdrawals.append(own.lease)
+            orders.withdrawal = own.lease
 
     def _use_name(self, name: str) -> None:
         """Note that a request offers by this name of a rendezvous.

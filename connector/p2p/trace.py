@@ -28,7 +28,7 @@ from ..handoff.messages import (
     decode,
 )
 from ..stats import HandoffEvent
-from .orders import HandoffMetadata, OpenOrder
+from .orders import OpenOrder, RequestOrders
 from .spans import HandoffSpans
 
 #: Claims whose requests are remembered: more than a node has under way.
@@ -64,24 +64,22 @@ class HandoffTrace:
         """Return the `traceparent` that a request's claim is to carry; empty if this process exports no spans."""
         return "" if self._spans is None else self._spans.claim_context(request_id)
 
-    def ordered(self, orders: HandoffMetadata) -> None:
-        """Note what the engine ordered in one step."""
-        traced = {
-            request_id: {"traceparent": traceparent}
-            for request_id, traceparent in orders.traceparents.items()
-        }
-        for request_id, announced in orders.announcements.items():
+    def ordered(self, orders: RequestOrders) -> None:
+        """Note what the engine ordered about one request in a step."""
+        request_id = orders.request_id
+        traced = {"traceparent": orders.traceparent} if orders.traceparent else {}
+        if (announced := orders.announcement) is not None:
             if announced.name:
                 self._remember(request_id, (announced.name, announced.lease))
-            self._note(request_id, "offer announced", **traced.get(request_id, {}))
-        for request_id, order in orders.offers.items():
-            num_ready = order.num_ready if isinstance(order, OpenOrder) else order.num_tokens
-            self._note(request_id, "offer made", tokens=order.num_tokens, ready=num_ready)
-        for request_id in orders.completions:
+            self._note(request_id, "offer announced", **traced)
+        if (offer := orders.offer) is not None:
+            num_ready = offer.num_ready if isinstance(offer, OpenOrder) else offer.num_tokens
+            self._note(request_id, "offer made", tokens=offer.num_tokens, ready=num_ready)
+        if orders.completion is not None:
             self._note(request_id, "prompt computed")
-        for request_id in orders.aborts:
+        if orders.abort:
             self._note(request_id, "offer aborted by the engine")
-        for request_id, claimed in orders.claims.items():
+        if (claimed := orders.claim) is not None:
             self._remember(request_id, (claimed.request_id, claimed.lease))
             self._note(
                 request_id,
@@ -89,12 +87,12 @@ class HandoffTrace:
                 producer=claimed.engine_id,
                 producer_request=claimed.request_id,
                 ranks=len(claimed.addresses),
-                **traced.get(request_id, {}),
+                **traced,
             )
-        for request_id, groups in orders.loads.items():
-            blocks = sum(len(set(group.block_ids) - {0}) for group in groups)
+        if orders.load is not None:
+            blocks = sum(len(set(group.block_ids) - {0}) for group in orders.load)
             self._note(request_id, "blocks allocated", blocks=blocks)
-        for request_id in orders.drops:
+        if orders.drop:
             self._note(request_id, "load dropped by the engine")
 
     def received(self, data: bytes, version: int) -> None:
@@ -168,6 +166,7 @@ class HandoffTrace:
                 self._note(request_id, f"release {way}", delivered=int(delivered), consumer_rank=rank)
 
     def _remember(self, request_id: str, claim: tuple[str, int]) -> None:
+        self._forget(request_id)  # an id may be used again
         self._claims[claim] = request_id
         self._claim_of[request_id] = claim
         if len(self._claim_of) > _MAX_CLAIMS:

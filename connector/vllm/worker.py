@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConnectorError
 from ..handoff.events import LocalBlocks
-from ..p2p.orders import HandoffMetadata, OpenOrder
+from ..p2p.orders import OpenOrder
 from ..p2p.worker import HandoffWorker
 from .config import host_fields, kv_cache_config, require_whole_caches, state_fields
 from .memory import PoolPlacement
@@ -143,11 +143,12 @@ class WorkerSide:
             # First, and with a wait for the end: the step that begins now writes into these blocks.
             if metadata.preempted:
                 self._half.handle_preemptions(set(metadata.preempted))
-            orders = replace(metadata.orders, loads={})
-            is_early = any(isinstance(order, OpenOrder) for order in orders.offers.values())
+            orders = metadata.orders.without_loads()
             # What an open offer gains was computed by the step before this one, which a GPU may still work on.
-            is_computed = self._offers_are_computed and not is_early and not orders.extensions
-            self._half.submit(orders, is_computed=is_computed)
+            is_early = any(
+                isinstance(order.offer, OpenOrder) or order.extension is not None for order in orders.requests
+            )
+            self._half.submit(orders, is_computed=self._offers_are_computed and not is_early)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Have the whole step carried out. Call it after the model runner has zeroed and copied the step's blocks.
@@ -155,8 +156,9 @@ class WorkerSide:
         If a load started earlier, the runner would overwrite what it brought.
         """
         self.carry_out(metadata)
-        self._clear_draft_pages(metadata.orders.loads.values())
-        self._half.submit(HandoffMetadata(loads=metadata.orders.loads))
+        orders = metadata.orders.loads()
+        self._clear_draft_pages(order.load for order in orders.requests if order.load is not None)
+        self._half.submit(orders)
         for request_id, load in metadata.refused.items():
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
 

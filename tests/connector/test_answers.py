@@ -15,6 +15,7 @@ from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.p2p.orders import OfferOrder, WorkerAddress
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.testing import CacheShape, Request, engine_config
+from tests.support.handoff_orders import orders_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
@@ -89,7 +90,7 @@ class TestTheOffer:
         assert held
         assert params is not None
         assert (params["remote_num_tokens"], params["do_remote_prefill"]) == (12, True)
-        (order,) = decoder.build_connector_meta().offers.values()
+        (order,) = orders_of(decoder.build_connector_meta(), "offer").values()
         next_prompt = Request("next", 20, token_ids=[*PROMPT, *ANSWER, *range(50, 57)])
         lease = int(params["remote_lease"], 16)
         content = content_digest(next_prompt, 12)
@@ -132,7 +133,7 @@ class TestTheOffer:
             node = scheduler(role)
             question = Request("q", 1, {"describe": True}, 1, "length")
             node.on_new_request(question)
-            assert not node.build_connector_meta().announcements
+            assert not orders_of(node.build_connector_meta(), "announcement")
             keeps, params = node.request_finished(question, [[5]])
             assert not keeps
             assert params == {
@@ -141,6 +142,9 @@ class TestTheOffer:
                 "protocol": PROTOCOL_VERSION,
                 "remote_engine_id": role,
                 "remote_epoch": f"{77:x}",
+                "remote_addresses": ["inproc://w"],
+                "tp_size": 1,
+                **({"rendezvous_supported": True} if role == "kv_producer" else {}),
             }
             assert node.num_requests == 0
 
@@ -148,7 +152,7 @@ class TestTheOffer:
         for reason in ("abort", "error"):
             decoder = scheduler()
             assert decode(decoder, reason=reason) == (False, None)
-            assert not decoder.build_connector_meta().offers
+            assert not orders_of(decoder.build_connector_meta(), "offer")
             assert decoder.num_requests == 0
 
     def test_a_prefill_offers_its_prompt_only(self) -> None:
@@ -171,7 +175,7 @@ class TestTheNextTurn:
         prefill.on_new_request(request)
         assert prefill.get_num_new_matched_tokens(request, 8) == (4, True)
         prefill.update_state_after_alloc(request, [[1, 2, 3]], 4)
-        assert prefill.build_connector_meta().loads == {"n": (GroupBlocks(2, (3,)),)}
+        assert orders_of(prefill.build_connector_meta(), "load") == {"n": (GroupBlocks(2, (3,)),)}
         prefill.update_connector_output(KVConnectorOutput(finished_recving={"n"}))
         request.num_computed_tokens, request.finish_reason = 20, "length"
         _, offered = prefill.request_finished(request, [[1, 2, 3, 4, 5]])
@@ -185,16 +189,16 @@ class TestTheNextTurn:
         request = Request("n", 20, {**params, "do_remote_decode": True})
         prefill.on_new_request(request)
         assert prefill.get_num_new_matched_tokens(request, 8) == (0, False)
-        assert not prefill.build_connector_meta().claims
+        assert not orders_of(prefill.build_connector_meta(), "claim")
 
     def test_an_edited_conversation_has_another_digest(self) -> None:
         decoder = scheduler()
         _, params = decode(decoder)
-        (order,) = decoder.build_connector_meta().offers.values()
+        (order,) = orders_of(decoder.build_connector_meta(), "offer").values()
         prefill = scheduler("kv_producer")
         tokens = [*PROMPT, 91, 99, 93, *range(50, 57)]
         prefill.on_new_request(Request("n", 20, {**params, "do_remote_decode": True}, token_ids=tokens))
-        assert prefill.build_connector_meta().claims["n"].content != order.content
+        assert orders_of(prefill.build_connector_meta(), "claim")["n"].content != order.content
 
 
 class TestBlocks:

@@ -21,7 +21,14 @@ import torch
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.p2p.computed import Mark, mark_computed
 from kvferry.connector.p2p.options import ConnectorOptions
-from kvferry.connector.p2p.orders import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
+from kvferry.connector.p2p.orders import (
+    Announcement,
+    ExtendOrder,
+    HandoffMetadata,
+    OfferOrder,
+    OpenOrder,
+    RequestOrders,
+)
 from kvferry.connector.p2p.registration import describe_caches
 from kvferry.connector.p2p.worker import RunningHandoffs
 from kvferry.connector.testing import (
@@ -41,6 +48,7 @@ from kvferry.transports.regions import Pool
 from kvferry.transports.shm import SharedMemoryTransport
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools
+from tests.support.handoff_orders import ordered
 
 SHAPE = CacheShape(num_layers=1)
 POOL = SHAPE.kv_cache_config()
@@ -99,13 +107,15 @@ class Side:
         )
 
     def announce(self, *offers: RemoteOffer) -> None:
-        announcements = {offer.request_id: Announcement(offer.lease) for offer in offers}
-        self.handoffs.submit(HandoffMetadata(announcements=announcements), is_computed=True)
+        announced = (
+            RequestOrders(offer.request_id, announcement=Announcement(offer.lease)) for offer in offers
+        )
+        self.handoffs.submit(HandoffMetadata(tuple(announced)), is_computed=True)
 
     def open(self, offer: RemoteOffer, num_ready: int, *, is_computed: bool) -> None:
         """Offer blocks of a prompt that is still being computed."""
         order = OpenOrder(offer.lease, offer.block_ids, offer.num_tokens, num_ready, "")
-        self.handoffs.submit(HandoffMetadata(offers={offer.request_id: order}), is_computed=is_computed)
+        self.handoffs.submit(ordered(offer.request_id, offer=order), is_computed=is_computed)
 
     def until(self, is_true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -124,15 +134,14 @@ class Side:
     def start_offer(self, *, is_computed: bool = False) -> None:
         # The GPU has finished the step that announces the offer. Otherwise no other node could know about the offer.
         is_behind, self.is_behind = self.is_behind, False
-        self.handoffs.submit(HandoffMetadata(announcements={"p": Announcement(self.offer.lease)}))
+        self.handoffs.submit(ordered("p", announcement=Announcement(self.offer.lease)))
         self.until(lambda: self.num_asked > 0)
         self.is_behind = is_behind
         order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens, self.offer.content)
-        self.handoffs.submit(HandoffMetadata(offers={"p": order}), is_computed=is_computed)
+        self.handoffs.submit(ordered("p", offer=order), is_computed=is_computed)
 
     def start_load(self, offer: RemoteOffer, request_id: str = "d", blocks: tuple[int, ...] = LOADED) -> None:
-        orders = HandoffMetadata(claims={request_id: offer}, loads={request_id: (GroupBlocks(0, blocks),)})
-        self.handoffs.submit(orders)
+        self.handoffs.submit(ordered(request_id, claim=offer, load=(GroupBlocks(0, blocks),)))
 
     def until_awaited(self) -> None:
         """Wait until orders wait for the GPU."""
@@ -267,7 +276,7 @@ def test_a_preemption_waits_for_no_pass_and_ends_no_other_offer(
     producer.open(other, other.num_tokens, is_computed=True)
     consumer.start_load(preempted)
     producer.handoffs.submit(
-        HandoffMetadata(extensions={"preempted": ExtendOrder(preempted.block_ids, preempted.num_tokens)})
+        ordered("preempted", extension=ExtendOrder(preempted.block_ids, preempted.num_tokens))
     )
     producer.until_awaited()
     consumer.until(lambda: bool((consumer.cache[LOADED[0]] == 1.0).all()))
@@ -305,7 +314,7 @@ def test_an_offer_that_waits_for_the_gpu_is_never_made_after_its_preemption(
     assert (consumer.cache[[5, 6]] == 1.0).all()
     # The end of the first one is not reported: that of the second one is reported once the request has finished.
     ended: list[str] = []
-    producer.handoffs.submit(HandoffMetadata(completions={"p": again.block_ids}))
+    producer.handoffs.submit(ordered("p", completion=again.block_ids))
     producer.until(
         lambda: bool(ended.extend(producer.handoffs.outcomes.take_report().finished_sending) or ended)
     )

@@ -8,12 +8,14 @@ import time
 import pytest
 
 from kvferry.connector.handoff.events import GroupBlocks, LoadEnded, OfferEnded
-from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder, RequestOrders
 from kvferry.connector.p2p.outcomes import Outcomes
 
 BLOCKS = (GroupBlocks(0, (1, 2)),)
 FOREVER_S = 600.0
-ORDERS = HandoffMetadata(offers={"p": OfferOrder(1, ((1,),), 16, "content")}, loads={"d": BLOCKS})
+ORDERS = HandoffMetadata(
+    (RequestOrders("p", offer=OfferOrder(1, ((1,),), 16, "content")), RequestOrders("d", load=BLOCKS))
+)
 
 pytestmark = pytest.mark.timeout(60)
 

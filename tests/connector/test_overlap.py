@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,10 +14,11 @@ import torch
 
 from kvferry.connector.identity.content import content_digest
 from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from kvferry.connector.p2p.orders import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
+from kvferry.connector.p2p.orders import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, RequestOrders
 from kvferry.connector.p2p.params import rendezvous_params
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, Step, engine_config
+from tests.support.handoff_orders import orders_of
 
 SHAPE = CacheShape()
 BLOCK = SHAPE.block_size
@@ -112,12 +114,14 @@ def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> 
     prefill.compute(14)
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 3), producer)
     assert not is_loaded(consumer)
+    before = time.monotonic()
     assert prefill.compute(NUM_TOKENS) is not None
     consumer.step_until(lambda: is_loaded(consumer) and not producer.held, producer)
+    after = time.monotonic()
     assert consumer.load_error("d") == ""
     assert has_arrived(consumer, prefill, blocks, len(blocks))
     (record,) = consumer.stats.transfers
-    assert 0 < record.exposed_seconds < record.seconds
+    assert 0 < record.exposed_seconds < after - before
     assert producer.num_reports("p", "sending") == 1
 
 
@@ -235,14 +239,18 @@ class TestOrders:
         scheduler.on_new_request(request)
         self.progressed(scheduler, request, 8)
         orders = scheduler.build_connector_meta()
-        lease, content = orders.announcements["p"].lease, content_digest(request, NUM_TOKENS)
-        guard_value = orders.offers["p"].guard_value
-        assert orders.offers == {"p": OpenOrder(lease, ((5, 6),), NUM_TOKENS, 8, content, guard_value)}
+        lease, content = orders_of(orders, "announcement")["p"].lease, content_digest(request, NUM_TOKENS)
+        guard_value = orders_of(orders, "offer")["p"].guard_value
+        assert orders_of(orders, "offer") == {
+            "p": OpenOrder(lease, ((5, 6),), NUM_TOKENS, 8, content, guard_value)
+        }
         self.progressed(scheduler, request, 12)
-        assert scheduler.build_connector_meta().extensions == {"p": ExtendOrder(((5, 6, 7),), 12)}
+        assert orders_of(scheduler.build_connector_meta(), "extension") == {
+            "p": ExtendOrder(((5, 6, 7),), 12)
+        }
         request.num_computed_tokens, request.finish_reason = NUM_TOKENS, "length"
         assert scheduler.request_finished(request, [[5, 6, 7, 8, 9]])[0]
-        assert scheduler.build_connector_meta().completions == {"p": ((5, 6, 7, 8, 9),)}
+        assert orders_of(scheduler.build_connector_meta(), "completion") == {"p": ((5, 6, 7, 8, 9),)}
 
     def test_a_prompt_that_ends_before_its_open_order_is_sent_is_offered(
         self, scheduler: HandoffScheduler
@@ -253,17 +261,17 @@ class TestOrders:
         first = Request("p", NUM_TOKENS, WISH, NUM_TOKENS, "length")
         scheduler.request_finished(first, [[5, 6, 7, 8, 9]])
         orders = scheduler.build_connector_meta()
-        assert [type(order) for order in orders.offers.values()] == [OfferOrder, OpenOrder]
-        assert {name: order.lease for name, order in orders.offers.items()} == {
-            name: announced.lease for name, announced in orders.announcements.items()
+        assert [type(order) for order in orders_of(orders, "offer").values()] == [OfferOrder, OpenOrder]
+        assert {name: order.lease for name, order in orders_of(orders, "offer").items()} == {
+            name: announced.lease for name, announced in orders_of(orders, "announcement").items()
         }
 
     def test_an_offer_that_has_lost_its_blocks_is_withdrawn(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
-        lease = scheduler.build_connector_meta().announcements["p"].lease
+        lease = orders_of(scheduler.build_connector_meta(), "announcement")["p"].lease
         self.progressed(scheduler, request, 8)
         assert scheduler.build_connector_meta(Step(preempted_req_ids={"p"})) == HandoffMetadata(
-            withdrawals=(lease,)
+            (RequestOrders("p", withdrawal=lease),)
         )
         assert scheduler.build_connector_meta(Step(preempted_req_ids={"p"})).is_empty()
 
@@ -275,12 +283,12 @@ class TestOrders:
         request.finish_reason = "abort"
         assert scheduler.request_finished(request, [[5, 6]]) == (True, None)
         orders = scheduler.build_connector_meta()
-        assert (list(orders.offers), orders.aborts) == (["p"], ("p",))
+        assert list(orders_of(orders, "offer")) == list(orders_of(orders, "abort")) == ["p"]
 
     def test_nothing_is_offered_early_without_being_asked_for(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, {"do_remote_decode": True}))
         self.progressed(scheduler, request, 8)
-        assert not scheduler.build_connector_meta().offers
+        assert not orders_of(scheduler.build_connector_meta(), "offer")
 
     def test_a_group_that_frees_blocks_meanwhile_is_offered_only_at_the_end(self) -> None:
         spec = SlidingWindowSpec(BLOCK, 2, 8, torch.float32, sliding_window=8)
@@ -289,4 +297,4 @@ class TestOrders:
         scheduler = HandoffScheduler(config, KVCacheConfig(8, (), (KVCacheGroupSpec(("a",), spec),)))
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
         self.progressed(scheduler, request, 8)
-        assert not scheduler.build_connector_meta().offers
+        assert not orders_of(scheduler.build_connector_meta(), "offer")

@@ -43,6 +43,7 @@ WITH_STATE = KVCacheConfig(
         KVCacheGroupSpec(("layers.1",), MambaSpec(BLOCK_SIZE, ((3,),), (torch.float32,))),
     ),
 )
+from tests.support.handoff_orders import ordered, orders_of
 
 
 def scheduler(role: KVRole = "kv_both", kv_cache_config: KVCacheConfig | None = None) -> HandoffScheduler:
@@ -85,20 +86,20 @@ class TestProducer:
         assert params["remote_addresses"] == ["inproc://p"]
         assert params["remote_num_tokens"] == 10
         orders = producer.build_connector_meta()
-        lease = orders.announcements["p-1"].lease
+        lease = orders_of(orders, "announcement")["p-1"].lease
         assert params["remote_lease"] == f"{lease:x}"
         content = content_digest(Request("p-1", 10), 10)
-        assert orders.offers == {"p-1": OfferOrder(lease, ((7, 8, 9),), 10, content)}
+        assert orders_of(orders, "offer") == {"p-1": OfferOrder(lease, ((7, 8, 9),), 10, content)}
         assert producer.build_connector_meta().is_empty()
 
     def test_no_two_offers_have_the_same_lease_number(self) -> None:
         producer = scheduler()
         for request_id in ("a", "b"):
             run_producer(producer, request_id)
-        leases = [order.lease for order in producer.build_connector_meta().offers.values()]
+        leases = [order.lease for order in orders_of(producer.build_connector_meta(), "offer").values()]
         producer.update_connector_output(KVConnectorOutput(finished_sending={"a", "b"}))
         run_producer(producer, "a")
-        leases.append(producer.build_connector_meta().offers["a"].lease)
+        leases.append(orders_of(producer.build_connector_meta(), "offer")["a"].lease)
         assert len(set(leases)) == 3
 
     def test_an_offer_is_announced_to_workers_when_its_request_arrives(self) -> None:
@@ -106,24 +107,27 @@ class TestProducer:
         producer = scheduler()
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
         orders = producer.build_connector_meta()
-        assert list(orders.announcements) == ["p-1"]
+        assert list(orders_of(orders, "announcement")) == ["p-1"]
         final = Request("p-1", 10, OFFER_PARAMS, 10, "length")
         producer.request_finished(final, [[7, 8, 9]])
-        assert producer.build_connector_meta().offers["p-1"].lease == orders.announcements["p-1"].lease
+        assert (
+            orders_of(producer.build_connector_meta(), "offer")["p-1"].lease
+            == orders_of(orders, "announcement")["p-1"].lease
+        )
 
     @pytest.mark.parametrize("reason", ["abort", "error"])
     def test_an_announced_offer_that_will_not_be_made_is_withdrawn(self, reason: str) -> None:
         producer = scheduler()
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
-        lease = producer.build_connector_meta().announcements["p-1"].lease
+        lease = orders_of(producer.build_connector_meta(), "announcement")["p-1"].lease
         assert producer.request_finished(Request("p-1", 10, OFFER_PARAMS, 4, reason), [[7]]) == (False, None)
-        assert producer.build_connector_meta() == HandoffMetadata(withdrawals=(lease,))
+        assert producer.build_connector_meta() == ordered("p-1", withdrawal=lease)
         assert producer.num_requests == 0
 
     def test_a_router_can_release_an_offer_of_this_node(self) -> None:
         producer = scheduler()
         _, params = run_producer(producer)
-        lease = producer.build_connector_meta().announcements["p-1"].lease
+        lease = orders_of(producer.build_connector_meta(), "announcement")["p-1"].lease
         release = {**(params or {}), "do_remote_prefill": False, "do_release": True}
         producer.on_new_request(Request("router-1", 1, release))
         producer.on_new_request(Request("router-2", 1, {**release, "remote_engine_id": "another"}))
@@ -138,7 +142,7 @@ class TestProducer:
     def test_tokens_of_the_answer_are_not_offered(self) -> None:
         producer = scheduler()
         run_producer(producer, num_computed_tokens=14, num_tokens=10)
-        assert producer.build_connector_meta().offers["p-1"].num_tokens == 10
+        assert orders_of(producer.build_connector_meta(), "offer")["p-1"].num_tokens == 10
 
     @pytest.mark.parametrize(
         "final", [{"finish_reason": "abort"}, {"finish_reason": "error"}, {"num_computed_tokens": 9}]
@@ -209,9 +213,9 @@ class TestConsumer:
         consumer = scheduler("kv_consumer")
         arrived(consumer)
         orders = consumer.build_connector_meta()
-        assert orders.claims["d-1"].request_id == "p-1"
-        assert orders.claims["d-1"].epoch == 77
-        assert not orders.loads
+        assert orders_of(orders, "claim")["d-1"].request_id == "p-1"
+        assert orders_of(orders, "claim")["d-1"].epoch == 77
+        assert not orders_of(orders, "load")
 
     @pytest.mark.parametrize(
         ("num_prompt", "num_offered", "num_here", "expected"),
@@ -253,7 +257,7 @@ class TestConsumer:
         consumer = scheduler(kv_cache_config=config)
         request = arrived(consumer, 9, 9)
         consumer.update_state_after_alloc(request, [[1, 2], [0, 3]], 8)
-        load = consumer.build_connector_meta().loads["d-1"]
+        load = orders_of(consumer.build_connector_meta(), "load")["d-1"]
         assert load == (GroupBlocks(0, (1, 2)), GroupBlocks(0, (0, 3)))
         # If the first token of the answer is known, that is the one to compute.
         consumer = scheduler(kv_cache_config=config)
@@ -265,13 +269,13 @@ class TestConsumer:
         consumer = scheduler()
         request = arrived(consumer)
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 6)
-        assert consumer.build_connector_meta().loads == {"d-1": (GroupBlocks(1, (21, 22)),)}
+        assert orders_of(consumer.build_connector_meta(), "load") == {"d-1": (GroupBlocks(1, (21, 22)),)}
 
     def test_blocks_past_the_end_of_the_offer_are_not_loaded(self) -> None:
         consumer = scheduler()
         request = arrived(consumer, num_prompt=10, num_offered=6)
         consumer.update_state_after_alloc(request, [[20, 21, 22, 23]], 6)
-        assert consumer.build_connector_meta().loads == {"d-1": (GroupBlocks(0, (20, 21)),)}
+        assert orders_of(consumer.build_connector_meta(), "load") == {"d-1": (GroupBlocks(0, (20, 21)),)}
 
     def test_each_group_has_its_own_blocks(self) -> None:
         groups = tuple(
@@ -281,7 +285,7 @@ class TestConsumer:
         consumer = scheduler(kv_cache_config=KVCacheConfig(32, (), groups))
         request = arrived(consumer, num_prompt=17, num_offered=17)
         consumer.update_state_after_alloc(request, [[1, 2, 3, 4, 5], [6, 7, 8]], 9)
-        loads = consumer.build_connector_meta().loads["d-1"]
+        loads = orders_of(consumer.build_connector_meta(), "load")["d-1"]
         assert loads == (GroupBlocks(2, (3, 4, 5)), GroupBlocks(1, (7, 8)))
 
     def test_a_load_is_ordered_once(self) -> None:
@@ -304,17 +308,18 @@ class TestConsumer:
         request = arrived(consumer, num_prompt=9, num_offered=9)
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)
         orders = consumer.build_connector_meta()
-        assert (tuple(orders.claims), orders.drops) == (("d-1",), ("d-1",))
+        assert list(orders_of(orders, "claim")) == list(orders_of(orders, "drop")) == ["d-1"]
         assert consumer.num_requests == 0
 
-    def test_an_abort_while_queueing_drops_the_offer(self) -> None:
+    def test_an_abort_while_queueing_drops_the_offer_and_frees_the_id(self) -> None:
         consumer = scheduler()
         request = arrived(consumer)
         assert consumer.request_finished(request, [[]]) == (False, None)
-        with pytest.raises(ConnectorError, match="in use"):
-            consumer.on_new_request(request)
-        assert consumer.build_connector_meta().drops == ("d-1",)
         assert consumer.num_requests == 0
+        consumer.on_new_request(request)
+        first, again = consumer.build_connector_meta().requests
+        assert first.claim == again.claim is not None
+        assert (first.drop, again.drop) == (True, False)
 
     def test_an_abort_while_loading_waits_for_the_report(self) -> None:
         consumer = scheduler()
@@ -322,7 +327,7 @@ class TestConsumer:
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 10)
         request.finish_reason = "abort"
         assert consumer.request_finished(request, [[20, 21, 22]]) == (False, None)
-        assert consumer.build_connector_meta().drops == ("d-1",)
+        assert list(orders_of(consumer.build_connector_meta(), "drop")) == ["d-1"]
         with pytest.raises(ConnectorError, match="in use"):
             consumer.on_new_request(request)
         consumer.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
@@ -353,8 +358,8 @@ class TestConsumer:
         assert held
         assert params is not None
         orders = node.build_connector_meta()
-        assert orders.offers["d-1"].block_ids == ((20, 21, 22),)
-        assert not orders.drops
+        assert orders_of(orders, "offer")["d-1"].block_ids == ((20, 21, 22),)
+        assert not orders_of(orders, "drop")
 
 
 class TestRecurrentState:
@@ -380,7 +385,7 @@ class TestRecurrentState:
             connector.request_progressed(request, [[7, 8], [5]])
             orders = connector.build_connector_meta(Step())
             assert isinstance(orders, HandoffMetadata)
-            assert not orders.offers
+            assert not orders_of(orders, "offer")
         connector.shutdown()
 
     @pytest.mark.parametrize(
@@ -395,12 +400,12 @@ class TestRecurrentState:
         assert consumer.get_num_new_matched_tokens(request, 0) == (expected, expected > 0)
         if expected:
             consumer.update_state_after_alloc(request, [[20, 21, 22], [23]], expected)
-            attention, state = consumer.build_connector_meta().loads["d-1"]
+            attention, state = orders_of(consumer.build_connector_meta(), "load")["d-1"]
             assert state == GroupBlocks(0, (23,))
             assert attention == GroupBlocks(0, (20, 21, 22)[: -(-expected // BLOCK_SIZE)])
         else:
             consumer.update_state_after_alloc(request, [[20, 21, 22], [23]], 0)
-            assert consumer.build_connector_meta().drops == ("d-1",)
+            assert list(orders_of(consumer.build_connector_meta(), "drop")) == ["d-1"]
 
 
 def test_the_design_has_each_state_and_each_step_between_states() -> None:
@@ -429,7 +434,7 @@ def test_an_id_is_free_again_once_its_offer_was_withdrawn() -> None:
     producer = scheduler()
     run_producer(producer, finish_reason="abort")
     assert run_producer(producer)[0]
-    assert list(producer.build_connector_meta().offers) == ["p-1"]
+    assert list(orders_of(producer.build_connector_meta(), "offer")) == ["p-1"]
 
 
 def test_orders_travel_between_processes() -> None:
@@ -449,12 +454,12 @@ class TestRendezvous:
         producer = scheduler()
         request = Request("p-1", 10, {"do_remote_decode": True, "rendezvous": self.NAME})
         producer.on_new_request(request)
-        announced = producer.build_connector_meta().announcements["p-1"]
+        announced = orders_of(producer.build_connector_meta(), "announcement")["p-1"]
         assert announced == Announcement(rendezvous_lease(self.NAME), self.NAME)
         # The consumer knows the name, so a chunk that is computed opens the offer without an answer.
         request.num_computed_tokens = 4
         producer.request_progressed(request, [[7]])
-        opened = producer.build_connector_meta().offers["p-1"]
+        opened = orders_of(producer.build_connector_meta(), "offer")["p-1"]
         assert opened.lease == announced.lease
         assert opened.guard_value not in (0, announced.lease)
 
@@ -464,7 +469,7 @@ class TestRendezvous:
         params = rendezvous_params(self.NAME, answer or {})
         assert params is not None
         consumer.on_new_request(request := Request("d-1", 10, params))
-        claim = consumer.build_connector_meta().claims["d-1"]
+        claim = orders_of(consumer.build_connector_meta(), "claim")["d-1"]
         assert (claim.request_id, claim.num_tokens, claim.is_rendezvous) == (self.NAME, 10, True)
         assert claim.content == content_digest(request, 10)
         assert consumer.get_num_new_matched_tokens(request, 0) == (10, True)
@@ -484,7 +489,8 @@ class TestRendezvous:
         producer.on_new_request(Request("p-1", 10, wish))
         producer.request_finished(Request("p-1", 10, wish, 0, "abort"), [[]])
         orders = producer.build_connector_meta()
-        assert (list(orders.announcements), orders.withdrawals) == (["p-1"], (rendezvous_lease(self.NAME),))
+        assert list(orders_of(orders, "announcement")) == ["p-1"]
+        assert orders_of(orders, "withdrawal") == {"p-1": rendezvous_lease(self.NAME)}
 
     def test_a_router_can_release_it(self) -> None:
         producer = scheduler()

@@ -17,7 +17,7 @@ from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.connector.p2p.options import ConnectorOptions
-from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, RequestOrders
 from kvferry.connector.p2p.params import parse_transfer_params
 from kvferry.connector.p2p.registration import Registration, describe_caches, layout_name
 from kvferry.connector.p2p.worker import HandoffWorker
@@ -29,6 +29,7 @@ from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 from kvferry.transports.inproc import InProcTransport
 from kvferry.transports.regions import Pool, Segment
 from kvferry.transports.testing.wrapping import WrappedEndpoint
+from tests.support.handoff_orders import ordered
 
 SHAPE = CacheShape()
 CPU = torch.device("cpu")
@@ -156,7 +157,7 @@ class TestLife:
                 node.scheduler.get_finished(set())
 
     def test_shutdown_ends_all_handoffs_and_is_idempotent(self, worker: HandoffWorker) -> None:
-        worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
+        worker.submit(ordered("p", offer=OfferOrder(1, ((1, 2),), 8, "of p")))
         worker.shutdown()
         worker.shutdown()
         assert worker.get_finished() == ({"p"}, set())
@@ -166,7 +167,10 @@ class TestLife:
         worker.shutdown()
         worker.submit(
             HandoffMetadata(
-                offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}, loads={"d": (GroupBlocks(0, (3, 4)),)}
+                (
+                    RequestOrders("p", offer=OfferOrder(1, ((1, 2),), 8, "of p")),
+                    RequestOrders("d", load=(GroupBlocks(0, (3, 4)),)),
+                )
             )
         )
         assert worker.get_finished() == ({"p"}, {"d"})
@@ -180,9 +184,9 @@ class TestWaking:
     def test_an_announcement_does_not_disturb_the_step_that_begins(
         self, worker: HandoffWorker, transport: FaultyTransport
     ) -> None:
-        worker.submit(HandoffMetadata(announcements={"p": Announcement(1)}, traceparents={"p": "00-1-1-01"}))
+        worker.submit(ordered("p", traceparent="00-1-1-01", announcement=Announcement(1)))
         assert transport.endpoint.num_wakes == 0
-        worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
+        worker.submit(ordered("p", offer=OfferOrder(1, ((1, 2),), 8, "of p")))
         assert transport.endpoint.num_wakes == 1
 
 
@@ -195,11 +199,11 @@ class TestThreadThatDies:
             assert offer is not None
             worker.submit(
                 HandoffMetadata(
-                    offers={"ours": OfferOrder(1, ((1, 2),), 8, "of p")},
-                    claims={"d": offer},
-                    loads={
-                        "d": (GroupBlocks(0, (3, 4)),)
-                    },  # this load waits, because the other node does not step
+                    (
+                        RequestOrders("ours", offer=OfferOrder(1, ((1, 2),), 8, "of p")),
+                        # This load waits, because the other node does not step.
+                        RequestOrders("d", claim=offer, load=(GroupBlocks(0, (3, 4)),)),
+                    )
                 )
             )
             transport.endpoint.break_down()
@@ -221,7 +225,7 @@ class TestThreadThatDies:
     ) -> None:
         transport.endpoint.break_down()
         wait_until(lambda: worker.failure != "")
-        worker.submit(HandoffMetadata(loads={"d": (GroupBlocks(0, (3, 4)),)}))
+        worker.submit(ordered("d", load=(GroupBlocks(0, (3, 4)),)))
         wait_until(lambda: "d" in worker.get_finished()[1])
         assert worker.take_load_errors()["d"] != ""
 
@@ -236,7 +240,7 @@ class TestThreadThatDies:
         def is_any_guard_set() -> bool:
             return any(ctypes.string_at(transport.guards.address, 8 * transport.guards.num_guards))
 
-        worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
+        worker.submit(ordered("p", offer=OfferOrder(1, ((1, 2),), 8, "of p")))
         deadline = time.monotonic() + 10
         while not is_any_guard_set():
             assert time.monotonic() < deadline

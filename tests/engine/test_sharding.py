@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, RequestOrders
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.reference.engine.attention import attention_layers
 from kvferry.reference.engine.core import EngineCore
@@ -93,12 +93,13 @@ def test_orders_and_reports_survive_encoding() -> None:
     record = TransferRecord("a", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
     for value in (
         HandoffMetadata(
-            announcements={"e": Announcement(2**62 - 1, "n")},
-            offers={"b": OfferOrder(1, ((1,),), 4, "of b")},
+            (
+                RequestOrders("e", announcement=Announcement(2**62 - 1, "n")),
+                RequestOrders("b", offer=OfferOrder(1, ((1,),), 4, "of b")),
+                RequestOrders("a", claim=offer, load=(GroupBlocks(1, (2, 3)),)),
+                RequestOrders("c", withdrawal=2**61, drop=True),
+            ),
             releases=(("f", 2**61),),
-            claims={"a": offer},
-            loads={"a": (GroupBlocks(1, (2, 3)),)},
-            drops=("c",),
         ),
         KVConnectorOutput(
             {"a"}, set(), {4, 5}, {"a": "why"}, KVConnectorStats((record,), {"load_failures_total": 1.0})

@@ -21,6 +21,8 @@ Layout = Literal["uniform", "per-layer"]
 SHAPE = CacheShape(
     num_layers=8, num_blocks=128, block_size=16, num_kv_heads=8, head_size=128, dtype=torch.float16
 )
+from tests.support.handoff_orders import ordered
+
 OFFERED = tuple(range(1, 33))
 LOADED = tuple(range(64, 96))
 #: Stands for the digest of the prompt.
@@ -81,4 +83,4 @@ def load_order(told: Mapping[str, Any]) -> HandoffMetadata:
     offer = RemoteOffer(
         "producer", told["epoch"], "p", 1, (told["address"],), num_tokens, (OFFERED,), CONTENT
     )
-    return HandoffMetadata(claims={"d": offer}, loads={"d": (GroupBlocks(0, LOADED),)})
+    return ordered("d", claim=offer, load=(GroupBlocks(0, LOADED),))

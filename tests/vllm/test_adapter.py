@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -26,7 +25,7 @@ from kvferry.connector.kv_cache_specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvferry.connector.p2p.options import ConnectorOptions
-from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder, WorkerAddress
+from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder, RequestOrders, WorkerAddress
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
@@ -55,6 +54,7 @@ from kvferry.reference.engine.types import EngineStats
 from kvferry.reference.node.metrics import NodeMetrics
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import create_transport
+from tests.support.handoff_orders import ordered, orders_of
 from tests.support.metrics_page import declared
 
 RECORD = TransferRecord("r", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)
@@ -220,7 +220,7 @@ class TestGroupsThatAreNotTransferred:
         side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm://@a", 1, 0))})
         _, params = side.request_finished(offering, ([9], [4, 5, 6], [9]))
         assert params["remote_block_ids"] == [[4, 5, 6]]
-        (load,) = side.build_connector_meta().orders.loads["s"]
+        (load,) = orders_of(side.build_connector_meta().orders, "load")["s"]
         assert load.block_ids == (1, 2, 3)
 
     def test_a_pool_of_their_own_is_refused(self, config):
@@ -288,8 +288,8 @@ class TestDraftLayers:
         half = SimpleNamespace(allocate_kv_memory=torch.zeros, submit=lambda *args, **kwargs: None)
         side = WorkerSide(SimpleNamespace(), None, half)
         side._draft_caches = [(1, cache.unflatten(0, (8, 2)))]
-        loads = {"d": (GroupBlocks(0, (1, 2)), GroupBlocks(0, (0, 5, 6)))}
-        side.start_loads(StepMetadata(HandoffMetadata(loads=loads)))
+        loads = (GroupBlocks(0, (1, 2)), GroupBlocks(0, (0, 5, 6)))
+        side.start_loads(StepMetadata(ordered("d", load=loads)))
         assert sorted(set((cache.sum(dim=1) == 0).nonzero().flatten().tolist())) == [10, 11, 12, 13]
 
 
@@ -508,16 +508,18 @@ class TestEarlyOffers:
         side.on_new_request(request)
         first = side.build_connector_meta(self.step(new=[("r", [4])]))
         # A prefix hit may be of blocks that the same step computes, so nothing is offered with it.
-        assert not first.orders.offers
+        assert not orders_of(first.orders, "offer")
         return side, request
 
     def test_each_step_offers_what_the_steps_before_have_computed(self, begun):
         side, request = begun
         request.num_computed_tokens = 16
-        opened = side.build_connector_meta(self.step(cached=[("r", [5], 16)])).orders.offers["r"]
+        opened = orders_of(side.build_connector_meta(self.step(cached=[("r", [5], 16)])).orders, "offer")["r"]
         assert (opened.num_ready, opened.num_tokens, opened.block_ids) == (16, 40, ((4,),))
         request.num_computed_tokens = 32
-        extended = side.build_connector_meta(self.step(cached=[("r", [6], 32)])).orders.extensions["r"]
+        extended = orders_of(
+            side.build_connector_meta(self.step(cached=[("r", [6], 32)])).orders, "extension"
+        )["r"]
         assert (extended.num_ready, extended.block_ids) == (32, ((4, 5),))
         # A step in which it has no share changes nothing.
         assert side.build_connector_meta(self.step()).orders.is_empty()
@@ -570,12 +572,13 @@ class TestEarlyOffers:
         side.on_new_request(request)
         side.build_connector_meta(self.step(new=[("r", [4])]))
         request.num_computed_tokens = 16
-        opened = side.build_connector_meta(self.step(cached=[("r", [5, 6], 16)])).orders.offers
+        opened = orders_of(side.build_connector_meta(self.step(cached=[("r", [5, 6], 16)])).orders, "offer")
         assert bool(opened) != is_zeroed
         request.num_computed_tokens, request.get_finished_reason = 40, lambda: "length"
         side.request_finished(request, ([4, 5, 6],))
         orders = side.build_connector_meta(self.step()).orders
-        assert (orders.offers["r"].block_ids if is_zeroed else orders.completions["r"]) == ((4, 5, 6),)
+        (order,) = orders.requests
+        assert (order.offer.block_ids if is_zeroed else order.completion) == ((4, 5, 6),)
 
     def test_an_engine_that_shares_its_address_does_not_say_that_it_can_be_met(self):
         side, request = _side(), _request("r", {"do_remote_decode": True})
@@ -939,7 +942,7 @@ class TestSharedOffers:
         assert [side.get_num_new_matched_tokens(request, 0)[0] for request in requests] == [40, None, None]
         side.update_state_after_alloc(first, self.BLOCKS, 40)
         side.request_finished(third, ([],))
-        assert list(side.build_connector_meta().orders.loads) == ["0_r"]
+        assert list(orders_of(side.build_connector_meta().orders, "load")) == ["0_r"]
         self._end(side, first)
         assert side.get_num_new_matched_tokens(second, 0) == (None, False)
         side.update_state_after_alloc(first, self.BLOCKS, 0)
@@ -968,11 +971,9 @@ class TestSharedOffers:
 class TestOneStep:
     """Which of vLLM's calls submits which orders. All orders that peers wait for come before the forward pass."""
 
-    ORDERS = HandoffMetadata(
-        offers={"p": OfferOrder(1, ((1,),), 16, "content")},
-        loads={"d": (GroupBlocks(0, (2,)),)},
-        drops=("x",),
-    )
+    NOW = RequestOrders("p", offer=OfferOrder(1, ((1,),), 16, "content"))
+    LATER = RequestOrders("d", load=(GroupBlocks(0, (2,)),))
+    ORDERS = HandoffMetadata((NOW, LATER))
 
     @pytest.fixture
     def submitted(self):
@@ -990,10 +991,10 @@ class TestOneStep:
     def test_loads_are_submitted_last_and_no_order_twice(self, side, submitted):
         step = StepMetadata(self.ORDERS)
         side.carry_out(step)
-        first = replace(self.ORDERS, loads={})
-        assert submitted == [(first, True)]
+        first = HandoffMetadata((self.NOW,)), True
+        assert submitted == [first]
         side.start_loads(step)
-        assert submitted == [(first, True), (HandoffMetadata(loads=self.ORDERS.loads), False)]
+        assert submitted == [first, (HandoffMetadata((self.LATER,)), False)]
 
     def test_a_vllm_version_that_does_not_announce_its_steps(self, side, submitted):
         side.start_loads(StepMetadata(self.ORDERS))

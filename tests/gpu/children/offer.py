@@ -11,9 +11,10 @@ from dataclasses import asdict
 
 import torch
 
-from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder
+from kvferry.connector.p2p.orders import OfferOrder
 from kvferry.transports.errors import BackendUnavailableError
 from tests.support.gpu_offers import CONTENT, OFFERED, SHAPE, make_worker, offered_values, sleep_on
+from tests.support.handoff_orders import ordered
 
 
 def offer(device: torch.device, scheme: str, layout: str) -> None:
@@ -27,7 +28,7 @@ def offer(device: torch.device, scheme: str, layout: str) -> None:
     for view, value in zip(cache, values, strict=True):
         view[list(OFFERED)] = value
     order = OfferOrder(1, (OFFERED,), len(OFFERED) * SHAPE.block_size, CONTENT)
-    worker.submit(HandoffMetadata(offers={"p": order}))
+    worker.submit(ordered("p", offer=order))
     print(json.dumps(asdict(worker.get_handshake_metadata())), flush=True)
     sys.stdin.read()
     worker.shutdown()
