@@ -36,7 +36,7 @@ _MSG_MORE: Final = int(socket.MSG_MORE)
 _DISCARDED: Final = bytearray(256 << 10)
 
 
-class Answer(ABC):
+class QueuedSlice(ABC):
     """A slice that waits in the queue of a connection, or is being sent."""
 
     @abstractmethod
@@ -72,8 +72,8 @@ class TcpStream(FrameSocket):
         self.sink: Callable[[Slice], Iovec] = _refuse
         self.expects_slices: Callable[[], bool] = bool
         self.wait: Callable[[], Wait] = lambda: NO_WAIT
-        self.answers: deque[Answer] = deque()
-        self._sending: tuple[Answer, Iovec] | None = None
+        self.answers: deque[QueuedSlice] = deque()
+        self._sending: tuple[QueuedSlice, Iovec] | None = None
         self._arrived = bytearray()  # the beginning of a frame
         self._filling: Iovec | None = None
         self._end = bytearray(ANSWER_BYTES)

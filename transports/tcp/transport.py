@@ -29,9 +29,8 @@ from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, KeepAlive, StreamBackend
 from .iovec import Wait
 from .options import SCHEME, Address, TcpOptions
-from .reads import Reader, limits_of
 from .security import Security
-from .serving import Server
+from .slices import Reader, Server, limits_of
 from .stream import TcpStream, TlsStream
 from .wire import (
     MAX_SLICE_BYTES,
@@ -237,16 +236,9 @@ class TcpBackend(StreamBackend[Link]):
         link.remote = hello
         link.pool = PeerPool.of(hello.num_guards, hello.num_bytes)
         link.limits = limits_of(self._options).within(hello.max_slice_bytes)
-        link.reader = Reader(
-            self._options, self._mover, link.lanes, partial(self._post, peer), self.peers.end_read
-        )
-        link.server = Server(
-            self._served,
-            self._mover,
-            self._max_slice_bytes,
-            partial(self.watch_and_flush, peer),
-            partial(self.lose, peer),
-        )
+        post, flush, fail = partial(self._post, peer), partial(self._flush, peer), partial(self.lose, peer)
+        link.reader = Reader(self._options, self._mover, link.lanes, post, self.peers.end_read, fail)
+        link.server = Server(self._served, self._max_slice_bytes, link.lanes, flush, fail)
         self._equip(link, 0, main)
         if peer.incoming:
             link.token = secrets.token_bytes(TOKEN_BYTES)
@@ -305,11 +297,7 @@ class TcpBackend(StreamBackend[Link]):
         assert link.server is not None
         match incoming:
             case Fetch():
-                stream = link.lanes.get(incoming.lane)
-                if stream is None:
-                    raise ProtocolError(f"the peer names lane {incoming.lane}, which it did not join")
-                link.server.answer(stream, incoming)
-                self.watch_and_flush(peer, stream)
+                link.server.answer(incoming)
                 self._serving = peer
                 self._busy_poll.extend()
             case End():
@@ -319,7 +307,7 @@ class TcpBackend(StreamBackend[Link]):
             case _:
                 raise ProtocolError("the handshake is over")
 
-    def watch_and_flush(self, peer: Peer[Link], stream: TcpStream) -> None:
+    def _flush(self, peer: Peer[Link], stream: TcpStream) -> None:
         """Send what was queued on a connection, now or as soon as there is room."""
         try:
             stream.flush()
@@ -329,11 +317,8 @@ class TcpBackend(StreamBackend[Link]):
 
     def _post(self, peer: Peer[Link], frame: bytes) -> None:
         stream = self.stream(peer)
-        try:
-            stream.send(frame)
-            self.watch_room(peer, stream)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
-            self.lose(peer, error)
+        stream.send(frame)
+        self.watch_room(peer, stream)
 
     # -- reads -----------------------------------------------------------------------------------------
 
@@ -392,7 +377,7 @@ class TcpBackend(StreamBackend[Link]):
         if self._serving is None:
             return False
         server = self._serving.connection.server
-        return server is not None and server.num_waiting > 0
+        return server is not None and server.num_unsent > 0
 
     def on_tick(self, peer: Peer[Link], missed_s: float) -> None:
         patience_s = max(self._options.peer_timeout_s, self._options.handshake_timeout_s)
@@ -401,7 +386,7 @@ class TcpBackend(StreamBackend[Link]):
             if self.peers.clock() - stream.last_heard > patience_s:
                 raise PeerLostError("the peer did not add another connection in time")
         if peer.connection.server is not None:
-            peer.connection.server.buffers.require_progress(
+            peer.connection.server.require_progress(
                 self.peers.clock(), missed_s, self._options.peer_timeout_s
             )
 
