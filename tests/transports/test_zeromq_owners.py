@@ -20,7 +20,7 @@ from kvferry.transports.errors import (
 from kvferry.transports.testing import FlippingProxy, Link, World, pairs_of
 from kvferry.transports.zeromq.frames import Frame
 from kvferry.transports.zeromq.options import Address
-from kvferry.transports.zeromq.serving import checksum_of
+from kvferry.transports.zeromq.slices import checksum_of
 from kvferry.transports.zeromq.wire import Fetch, Hello, Slice, Stale, decode
 
 pytestmark = pytest.mark.parametrize("make_world", ["main memory", "GPU"], indirect=True)

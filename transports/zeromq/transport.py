@@ -18,9 +18,8 @@ from ..streams import Poller
 from .channel import Channel
 from .frames import Frame
 from .options import SCHEME, Address, ZeroMQOptions
-from .reads import Reader, limits_of
 from .security import Security
-from .serving import Server
+from .slices import Reader, Server, limits_of
 from .sockets import Sockets
 from .wire import MAX_SLICE_BYTES, Fetch, Hello, Incoming, Message, Slice, Stale, decode
 
@@ -175,8 +174,8 @@ class ZeroMQBackend(Backend[Connection]):
         if not isinstance(hello, Hello) or handshake.refusal is not None:
             raise ProtocolError("a connection begins with one hello")
         channel = handshake.channel
-        reader = Reader(self._options, self._served, channel, self._peers.end_read)
         fail = partial(self._peers.lose, peer)
+        reader = Reader(self._options, self._served, channel, self._peers.end_read, fail)
         server = Server(self._served, channel, self._hello.max_slice_bytes, fail)
         remote = PeerPool.of(hello.num_guards, hello.num_bytes)
         limits = self._limits.within(hello.max_slice_bytes)
