@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self, cast
 
@@ -18,7 +18,7 @@ import numpy as np
 from ._copy import sum_lengths
 from ._limited_log import LimitedLog
 from ._memory import WordTable, private_arena, require_guard, require_host
-from ._movers import HostMover, Mover, Ring, StagingBuffer
+from ._movers import HostMover, Mover
 from ._options import parse_options, require_valid
 from ._outside import outside
 from ._slices import SliceLimits
@@ -171,63 +171,6 @@ def decode_max_slice_bytes(max_slice_bytes: int, most: int) -> int:
 def stale(guard: Guard) -> StaleRegionError:
     """Make the error of a read whose guard did not hold after the copy."""
     return StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
-
-
-class SendBuffers:
-    """The buffers from which slices are sent to one peer.
-
-    All peers share the ring. A peer that fetches and does not receive would keep its buffers from the others for as long
-    as it is connected, so `require_progress` ends that. A backend calls it from time to time.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._sending: set[StagingBuffer] = set()
-        self._num_returned = 0
-        self._num_seen = -1  # of `_num_returned`, at the latest call of `require_progress`
-        self._stuck_since = 0.0
-
-    def take(self, num_bytes: int) -> StagingBuffer | None:
-        """See `Ring.take`."""
-        return self._ring.take(num_bytes)
-
-    def start_sending(self, buffer: StagingBuffer) -> None:
-        """The buffer is full. From now on the peer decides how soon it comes back."""
-        self._sending.add(buffer)
-
-    def give_back(self, buffer: StagingBuffer) -> None:
-        """See `Ring.give_back`."""
-        self._sending.discard(buffer)
-        self._num_returned += 1
-        self._ring.give_back(buffer)
-
-    def when_free(self, call: Callable[[], None]) -> None:
-        """See `Ring.when_free`."""
-        self._ring.when_free(self, call)
-
-    def forget(self) -> None:
-        """Wait for no buffer any more."""
-        self._ring.forget(self)
-
-    def require_progress(self, now: float, missed_s: float, timeout_s: float) -> None:
-        """Check that the peer does not keep all its buffers for longer than `timeout_s` while others wait for one.
-
-        Args:
-            now, missed_s: The time, and how long this node did not look at its sockets since the last call, in seconds.
-
-        Raises:
-            ProtocolError: it does.
-        """
-        has_progressed = self._num_returned != self._num_seen
-        self._num_seen = self._num_returned
-        if has_progressed or not self._sending or not self._ring.is_awaited(besides=self):
-            self._stuck_since = now
-            return
-        self._stuck_since += missed_s
-        if now - self._stuck_since > timeout_s:
-            raise ProtocolError(
-                f"the peer keeps staging buffers that others wait for: it received nothing for {timeout_s:g} s"
-            )
 
 
 # -- encodings: little-endian int64 --------------------------------------------------------------------

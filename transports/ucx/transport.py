@@ -33,8 +33,7 @@ from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, KeepAlive, StreamBackend
 from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
 from .options import SCHEME, Address, UCXOptions
-from .reads import Reader, limits_of
-from .serving import Server
+from .slices import Reader, Server, limits_of
 from .wire import (
     FRAME_LIMITS,
     MAX_SLICE_BYTES,
@@ -101,7 +100,7 @@ class Link:
     @property
     def num_in_flight(self) -> int:
         """Slices, of either side's reads."""
-        return self.server.num_in_flight + self.reader.num_in_flight
+        return self.server.num_unsent + self.reader.num_in_flight
 
 
 #: What is kept per peer: first the `Address` to connect to, then a `Handshake`, then a `Link`.
@@ -371,8 +370,8 @@ class UCXBackend(StreamBackend[Connection]):
         return True
 
     def on_tick(self, peer: Peer[Connection], missed_s: float) -> None:
-        buffers = self._links[peer].server.buffers
-        buffers.require_progress(self.peers.clock(), missed_s, self._options.peer_timeout_s)
+        server = self._links[peer].server
+        server.require_progress(self.peers.clock(), missed_s, self._options.peer_timeout_s)
 
     # -- the end ---------------------------------------------------------------------------------------
 
