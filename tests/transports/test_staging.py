@@ -36,16 +36,15 @@ from kvferry.transports.streams import encode_frame
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.testing import (
     HostileProxy,
-    TransportConformance,
     World,
     pairs_of,
-    read_without_checks,
 )
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.zeromq import ZeroMQTransport
 from tests.support.gpu_pools import has_all_buffers, recorded_movers
+from tests.support.promises import OwnershipAndGuards
 
 PAGE = 4096
 POOL_BYTES = 8 << 20
@@ -114,36 +113,13 @@ def make(
     return transport
 
 
-class _Conformance(TransportConformance):
-    connect_raw = None  # the same as for main memory
+@pytest.mark.parametrize("scheme", list(KINDS))
+class TestATightRing(OwnershipAndGuards):
+    """`test_sliced` proves what happens to a slice; this is that each transport does it."""
 
     @pytest.fixture
-    def read_unchecked(self) -> Any:
-        return read_without_checks
-
-
-class TestZeroMQOnGpus(_Conformance):
-    @pytest.fixture
-    def create(self, driver: CudaDriverStandIn) -> Create:
-        return lambda options: make("zeromq", driver, options)
-
-
-class TestUCXOnGpus(_Conformance):
-    @pytest.fixture
-    def create(self, driver: CudaDriverStandIn) -> Create:
-        return lambda options: make("ucx", driver, options)
-
-
-class TestZeroMQWithATightRing(_Conformance):
-    @pytest.fixture
-    def create(self, driver: CudaDriverStandIn) -> Create:
-        return lambda options: make("zeromq", driver, {**TIGHT, **options})
-
-
-class TestUCXWithATightRing(_Conformance):
-    @pytest.fixture
-    def create(self, driver: CudaDriverStandIn) -> Create:
-        return lambda options: make("ucx", driver, {**TIGHT, **options})
+    def create(self, driver: CudaDriverStandIn, scheme: str) -> Create:
+        return lambda options: make(scheme, driver, {**TIGHT, **options})
 
 
 class AutoOnGpu(AutoTransport):
@@ -164,9 +140,7 @@ class AutoOnGpu(AutoTransport):
 
 @pytest.mark.slow  # it passes everything on to transports that are tested above
 @pytest.mark.parametrize("hosts", [None, itertools.count()], ids=["on one host", "between hosts"])
-class TestAutoOnGpus(TransportConformance):
-    read_unchecked = connect_raw = None
-
+class TestAutoOnGpus(OwnershipAndGuards):
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn, hosts: Iterator[int] | None) -> Create:
         def make_auto(options: Mapping[str, object]) -> Transport:

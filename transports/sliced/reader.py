@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .._copy import sum_words
 from .._movers import Mover, StagingBuffer, Ticket
@@ -122,7 +122,7 @@ class Reader(ABC, Generic[S]):
     """
 
     #: Bytes arrive in memory of the transport's own. If not, they arrive in the slice's buffer, or in the pool.
-    arrives_apart: ClassVar[bool] = False
+    arrives_apart = False
 
     def __init__(
         self,
