@@ -11,7 +11,6 @@ from kvferry.transports import Transport
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.testing import TransportConformance, connect_tcp, read_without_checks
 from kvferry.transports.testing.certificates import Authority
-from tests.support.promises import Reads
 
 Create = Callable[[Mapping[str, object]], Transport]
 
@@ -46,7 +45,7 @@ class TestTcpWithTls(TcpConformance):
         return lambda options: TcpTransport({"tls": "on", **certificate, **options})
 
 
-class TestTcpWithSeveralConnections(Reads):
+class TestTcpWithSeveralConnections(TcpConformance):
     @pytest.fixture
     def create(self) -> Create:
         return lambda options: TcpTransport({"connections": 3, "slice_bytes": 256 << 10, **options})
