@@ -7,11 +7,12 @@ import encodings.idna  # noqa: F401 - `getaddrinfo` would import it at its first
 import ipaddress
 import socket
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Generic, Self
+from typing import Annotated, Any, ClassVar, Generic, Self, cast
 from urllib.parse import urlsplit
 
 from ._outside import outside, typed
@@ -19,7 +20,7 @@ from .checked import integer, seconds
 from .endpoint import C, Peer, PeerTable
 from .errors import BackpressureError, ConfigurationError, KVTransferError, PeerLostError
 from .serving import HandshakeOptions
-from .streams import Poller
+from .streams import FrameSocket, Poller, StreamBackend
 
 #: Lookups that run at a time. Python cannot end one, so a resolver that does not answer blocks up to this many threads.
 _MAX_THREADS = 4
@@ -400,3 +401,80 @@ def _resolved(where: HostPort, flags: int = 0) -> Found | KVTransferError:
         )
     family, _, _, _, sockaddr = found[0]
     return Found(family, sockaddr)
+
+
+# == backends ======================================================================================
+
+
+class HostStreamBackend(StreamBackend[C]):
+    """A `StreamBackend` that looks up the hosts that it connects to. A subclass calls `look_up` in `connect`."""
+
+    def __init__(self, peers: PeerTable[C]) -> None:
+        super().__init__(peers)
+        self._lookups = Lookups(peers, self.poller, self._dial)
+
+    @abstractmethod
+    def dial(self, peer: Peer[C], found: Found) -> None:
+        """Give the connection of a peer a socket that begins to connect. Whatever it raises ends the peer."""
+
+    def look_up(self, peer: Peer[C], where: HostPort) -> None:
+        """Find the host of a peer, and dial it. Raises BackpressureError: see `Lookups.start`."""
+        self._lookups.start(peer, where)
+
+    def _dial(self, peer: Peer[C], found: Found) -> None:
+        self.dial(peer, found)
+        self.begin(peer)
+
+    def hang_up(self, peer: Peer[C], error: KVTransferError) -> None:
+        self._lookups.forget(peer)
+        super().hang_up(peer, error)
+
+    def handshake_error(self, peer: Peer[C]) -> KVTransferError:
+        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
+
+
+class PlainStreamBackend(HostStreamBackend[C]):
+    """A `HostStreamBackend` whose control connections are in plaintext, and begin with a preface each way.
+
+    A connection is the address to connect to, a `PlainAddress`, until it has a socket, its `channel`.
+
+    Attributes:
+        address_type: How its addresses are written.
+        preface: The frame that each side sends first.
+    """
+
+    address_type: ClassVar[type[PlainAddress]]
+    preface: ClassVar[bytes]
+
+    def __init__(self, peers: PeerTable[C], options: PlaintextOptions) -> None:
+        super().__init__(peers)
+        self._plaintext = options
+
+    @abstractmethod
+    def wrap(self, sock: socket.socket) -> C:
+        """Make the connection of a socket. Its handshake begins."""
+
+    def stream_of(self, connection: C) -> FrameSocket | None:
+        return getattr(connection, "channel", None)
+
+    def listen(self, address: str) -> str:
+        host, ports = self._plaintext.ports_of(self.address_type.parse(address) if address else None)
+        self._plaintext.require_reachable_by(host)
+        listener, where = self._plaintext.listen(host, ports)
+        self.accept_from(listener, self.wrap)
+        return str(self.address_type(where.host, where.port))
+
+    def prepare(self, address: str) -> C:
+        parsed = self.address_type.parse(address)
+        self._plaintext.require_reachable_by(parsed.host)
+        return cast(C, parsed)
+
+    def connect(self, peer: Peer[C]) -> None:
+        assert isinstance(peer.connection, PlainAddress), "a peer is connected to once"
+        self.look_up(peer, peer.connection)
+
+    def dial(self, peer: Peer[C], found: Found) -> None:
+        peer.connection = self.wrap(found.dial())
+
+    def greet(self, peer: Peer[C]) -> None:
+        self.stream(peer).send(self.preface)

@@ -39,10 +39,10 @@ from ..errors import (
     TransferTimeoutError,
     TransportError,
 )
-from ..network import Found, Lookups
+from ..network import PlainStreamBackend
 from ..regions import Pool, Segment
 from ..serving import PeerPool, RegisteredPool
-from ..streams import FrameSocket, KeepAlive, PollableEndpoint, StreamBackend
+from ..streams import FrameSocket, KeepAlive, PollableEndpoint
 from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
 from .options import REMEDY, SCHEME, Address, NIXLOptions
 from .reads import Reader, Remote
@@ -175,10 +175,12 @@ class Agents:
 # == the backend ===================================================================================
 
 
-class NIXLBackend(StreamBackend[Connection]):
+class NIXLBackend(PlainStreamBackend[Connection]):
     """One process among its peers. One thread calls it, and all its work is done there."""
 
     message_kind, ping_kind, refused_kind = Kind.MESSAGE, Kind.PING, Kind.REFUSED
+    address_type = Address
+    preface = Preface().encode()
 
     def __init__(
         self,
@@ -188,13 +190,12 @@ class NIXLBackend(StreamBackend[Connection]):
         served: RegisteredPool,
         device: int,
     ) -> None:
-        super().__init__(peers)
+        super().__init__(peers, options)
         self._options = options
         self._nixl = nixl
         self._served = served
         self._limits = SliceLimits(options.slice_bytes, _MAX_ROWS)
         self._agents = Agents(nixl, served, options, device)
-        self._lookups = Lookups(peers, self.poller, self._dial)
         self._links: dict[Peer[Connection], Link] = {}
         self._active: dict[Peer[Connection], None] = {}  # those whose agents the loop asks
         self._stuck: dict[Peer[Connection], Link] = {}  # left while the shared agent still reads from them
@@ -203,39 +204,13 @@ class NIXLBackend(StreamBackend[Connection]):
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def stream_of(self, connection: Connection) -> FrameSocket | None:
-        return None if isinstance(connection, Address) else connection.channel
-
-    def listen(self, address: str) -> str:
-        host, ports = self._options.ports_of(Address.parse(address) if address else None)
-        self._options.require_reachable_by(host)
-        listener, where = self._options.listen(host, ports)
-        self.accept_from(listener, self._handshake)
-        return str(Address(where.host, where.port))
-
-    def prepare(self, address: str) -> Connection:
-        parsed = Address.parse(address)
-        self._options.require_reachable_by(parsed.host)
-        return parsed
-
-    def connect(self, peer: Peer[Connection]) -> None:
-        assert isinstance(peer.connection, Address)
-        self._lookups.start(peer, peer.connection)
-
-    def _dial(self, peer: Peer[Connection], found: Found) -> None:
-        peer.connection = self._handshake(found.dial())
-        self.begin(peer)
-
-    def _handshake(self, sock: socket.socket) -> Handshake:
+    def wrap(self, sock: socket.socket) -> Handshake:
         return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes, require_version))
-
-    def greet(self, peer: Peer[Connection]) -> None:
-        self.stream(peer).send(Preface().encode())
 
     def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
         connection = peer.connection
         if isinstance(connection, Address):
-            self._lookups.forget(peer)
+            super().hang_up(peer, error)
             return
         self._active.pop(peer, None)
         link = self._links.pop(peer, None)
@@ -257,9 +232,6 @@ class NIXLBackend(StreamBackend[Connection]):
         if type(error) is TransportError:
             error = PeerLostError(f"NIXL lost the peer: {error}")
         super().lose(peer, error)
-
-    def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
-        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
 
     # -- what arrives on a control connection ----------------------------------------------------------
 

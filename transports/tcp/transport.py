@@ -23,10 +23,10 @@ from ..errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from ..network import Found, Lookups
+from ..network import Found, HostStreamBackend
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
-from ..streams import FrameSocket, KeepAlive, StreamBackend
+from ..streams import FrameSocket, KeepAlive
 from .iovec import Wait
 from .options import SCHEME, Address, TcpOptions
 from .security import Security
@@ -84,7 +84,7 @@ class Link:
         return [*self.lanes.values(), *self.joining.values()]
 
 
-class TcpBackend(StreamBackend[Link]):
+class TcpBackend(HostStreamBackend[Link]):
     """One process among its peers. One thread calls it, and all its work is done there."""
 
     message_kind, ping_kind, refused_kind = Kind.MESSAGE, Kind.PING, Kind.REFUSED
@@ -102,7 +102,6 @@ class TcpBackend(StreamBackend[Link]):
         self._served = served
         self._mover = mover = served.mover
         self._max_slice_bytes = served.max_slice_bytes(limits_of(options), MAX_SLICE_BYTES)
-        self._lookups = Lookups(peers, self.poller, self._dial)
         self._links: dict[Peer[Link], Link] = {}  # the connected peers
         self._tokens: dict[bytes, Peer[Link]] = {}  # the connected peers that connected to us
         if mover.fileno() >= 0:
@@ -160,13 +159,12 @@ class TcpBackend(StreamBackend[Link]):
         address = peer.connection.address
         assert address is not None
         self._security.for_connecting(address)
-        self._lookups.start(peer, address)
+        self.look_up(peer, address)
 
-    def _dial(self, peer: Peer[Link], found: Found) -> None:
+    def dial(self, peer: Peer[Link], found: Found) -> None:
         link = peer.connection
         link.found = found
         link.lanes[0] = self._dialled(link)
-        self.begin(peer)
 
     def _dialled(self, link: Link) -> TcpStream:
         assert link.address is not None
@@ -198,9 +196,6 @@ class TcpBackend(StreamBackend[Link]):
         if link.reader is not None and link.server is not None:
             link.reader.close()
             link.server.close()
-
-    def handshake_error(self, peer: Peer[Link]) -> KVTransferError:
-        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
 
     # -- the handshake ---------------------------------------------------------------------------------
 

@@ -27,10 +27,10 @@ from ..errors import (
     ProtocolError,
     TransferTimeoutError,
 )
-from ..network import Found, Lookups
+from ..network import PlainStreamBackend
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
-from ..streams import FrameSocket, KeepAlive, StreamBackend
+from ..streams import FrameSocket, KeepAlive
 from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
 from .options import SCHEME, Address, UCXOptions
 from .slices import Reader, Server, limits_of
@@ -107,10 +107,12 @@ class Link:
 Connection = Address | Handshake | Link
 
 
-class UCXBackend(StreamBackend[Connection]):
+class UCXBackend(PlainStreamBackend[Connection]):
     """One process among its peers. One thread calls it, and all its work is done there."""
 
     message_kind, ping_kind, refused_kind = Kind.MESSAGE, Kind.PING, Kind.REFUSED
+    address_type = Address
+    preface = Preface().encode()
 
     def __init__(self, peers: PeerTable[Connection], options: UCXOptions, served: ServedPool) -> None:
         self._options = options
@@ -123,11 +125,10 @@ class UCXBackend(StreamBackend[Connection]):
             opened.callback(self._reserve.close)
             self._context = Context(options, self._reserve)
             opened.callback(self._context.close)
-            super().__init__(peers)
+            super().__init__(peers, options)
             opened.pop_all()
         if self._mover.fileno() >= 0:
             self.poller.watch(self._mover, self._mover.poll)
-        self._lookups = Lookups(peers, self.poller, self._dial)
         self._links: dict[Peer[Connection], Link] = {}
         self._active: dict[Peer[Connection], Link] = {}
         self._busy: set[Link] = set()  # those with slices in flight
@@ -136,41 +137,15 @@ class UCXBackend(StreamBackend[Connection]):
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def stream_of(self, connection: Connection) -> FrameSocket | None:
-        return None if isinstance(connection, Address) else connection.channel
-
-    def listen(self, address: str) -> str:
-        host, ports = self._options.ports_of(Address.parse(address) if address else None)
-        self._options.require_reachable_by(host)
-        listener, where = self._options.listen(host, ports)
-        self.accept_from(listener, self._handshake)
-        return str(Address(where.host, where.port))
-
-    def prepare(self, address: str) -> Connection:
-        parsed = Address.parse(address)
-        self._options.require_reachable_by(parsed.host)
-        return parsed
-
-    def connect(self, peer: Peer[Connection]) -> None:
-        assert isinstance(peer.connection, Address), "a peer is connected to once"
-        self._lookups.start(peer, peer.connection)
-
-    def _dial(self, peer: Peer[Connection], found: Found) -> None:
+    def wrap(self, sock: socket.socket) -> Handshake:
         # UCX learns of the peer only after the peer's preface has come: most addresses that lead nowhere are refused
         # before that, and cost one socket instead of a worker.
-        peer.connection = self._handshake(found.dial())
-        self.begin(peer)
-
-    def _handshake(self, sock: socket.socket) -> Handshake:
         return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes, require_version))
-
-    def greet(self, peer: Peer[Connection]) -> None:
-        self.stream(peer).send(Preface().encode())
 
     def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
         connection = peer.connection
         if isinstance(connection, Address):
-            self._lookups.forget(peer)
+            super().hang_up(peer, error)
             return
         if isinstance(connection, Link):
             self._links.pop(peer, None)
@@ -189,9 +164,6 @@ class UCXBackend(StreamBackend[Connection]):
             if isinstance(connection, Link):
                 connection.reader.close()
                 connection.server.close()
-
-    def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
-        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
 
     # -- what arrives on a control connection ----------------------------------------------------------
 
