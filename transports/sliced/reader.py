@@ -73,7 +73,6 @@ class Transfer:
     is_doubtful: bool = False
     error: KVTransferError | None = None
 
-    @property
     def wants_slice(self) -> bool:
         return not self.is_stopped and self.num_fetched < self.num_slices
 
@@ -140,7 +139,7 @@ class Reader(ABC, Generic[S]):
         self._end_read = end_read
         self._fail_peer = fail
         self._transfers: dict[int, Transfer] = {}
-        self._turns: Turns[Transfer] = Turns(lambda transfer: transfer.wants_slice)
+        self._turns: Turns[Transfer] = Turns(Transfer.wants_slice)
         self._slices: dict[Hashable, S] = {}  # in flight, by tag; also of reads that were stopped
         self._arrived: deque[S] = deque()  # those that wait for a buffer
 
