@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from .access import Get, add_access, fetch, getter, json_of
-from .errors import FAILED, OK, CommandError
-from .metrics_page import MetricsPage
+from .errors import FAILED, OK, CommandError, UsageError
 from .output import add_json, columns, print_json, say
-from .top import nodes_of_router, require_urls
 
 _DESCRIPTION: Final = """\
 Tell one request's story: what each node did for it and when, its claims, reads and guards, what moved its KV cache, and how
@@ -40,7 +38,11 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask every node, and print one story."""
-    require_urls(arguments.urls)
+    for url in arguments.urls:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(
+                f"URL must begin with http:// or https://, got {url!r}; did you mean 'http://{url}'?"
+            )
     get, get_admin = getter(arguments), getter(arguments, is_admin=True)
     told = ask(arguments.request, [url.rstrip("/") for url in arguments.urls], get, get_admin)
     found = any(node["stories"] for node in told)
@@ -62,12 +64,16 @@ def ask(
     """
     nodes: dict[str, None] = {}
     for url in urls:
-        try:
-            found = nodes_of_router(MetricsPage(get(f"{url}/metrics", _TIMEOUT_S)))
-        except CommandError:
-            found = []  # the question below says why it does not answer
-        nodes |= dict.fromkeys(found or [url])
+        nodes |= dict.fromkeys(_nodes_of_router(url, get) or [url])
     return [_ask_node(request, url, get, get_admin or get) for url in nodes]
+
+
+def _nodes_of_router(url: str, get: Get) -> list[str]:
+    """Return the URLs of a router's nodes; empty if the server is no router or does not answer, as the next request says."""
+    try:
+        return [str(node["url"]).rstrip("/") for node in json_of(get(f"{url}/nodes", _TIMEOUT_S))["nodes"]]
+    except (CommandError, KeyError, TypeError):
+        return []
 
 
 def _ask_node(request: str, url: str, get: Get, get_admin: Get) -> dict[str, Any]:

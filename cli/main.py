@@ -8,7 +8,7 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
-from . import bench, completion, config_file, doctor, explain, top, version
+from . import bench, completion, config_file, doctor, explain, version
 from .errors import OK, CommandError
 from .output import columns, say
 from .programs import PROGRAMS
@@ -28,7 +28,7 @@ class Command(Protocol):
 GROUPS: Mapping[str, tuple[Command, ...]] = {
     "run nodes": tuple(PROGRAMS.values()),
     "look at a machine": (doctor, bench),
-    "look at running nodes": (top, explain),
+    "look at running nodes": (explain,),
     "about the command": (version, completion),
 }
 

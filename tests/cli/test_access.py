@@ -1,4 +1,4 @@
-"""`kvferry top` and `explain` ask nodes that want keys, and tell no one the keys."""
+"""`kvferry explain` asks nodes that want keys, and tells no one the keys."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_explain_finds_the_admin_port_and_presents_its_key_only_there(
     assert "3 prompt tokens" in capsys.readouterr().out
     keys = dict(node.asked)  # type: ignore[attr-defined]
     assert keys == {
-        "/metrics": f"Bearer {KEY}",
+        "/nodes": f"Bearer {KEY}",
         "/health": f"Bearer {KEY}",
         "/admin/requests/a": f"Bearer {ADMIN_KEY}",
     }
@@ -94,14 +94,11 @@ def test_a_redirect_is_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        assert (
-            main(["top", f"http://127.0.0.1:{server.server_port}", "--once", "--json", "--interval", "0.01"])
-            == 1
-        )
+        assert main(["explain", "a", f"http://127.0.0.1:{server.server_port}", "--json"]) == 1
         server.shutdown()
         thread.join()
     assert "/elsewhere" not in asked
-    assert "HTTP status 302" in json.loads(capsys.readouterr().out)[0]["error"]
+    assert "HTTP status 302" in json.loads(capsys.readouterr().out)["nodes"][0]["error"]
 
 
 def test_a_wrong_key_is_reported_without_showing_it(

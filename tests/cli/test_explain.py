@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from kvferry.cli.errors import CommandError
 from kvferry.cli.explain import ask, tell
+from kvferry.cli.main import main
 from kvferry.connector.stats import HandoffEvent, KVConnectorStats
 from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
 from kvferry.reference.node.stories import MAX_EVENTS, MAX_STORIES, Stories
@@ -57,30 +60,38 @@ def test_stories_and_their_events_are_bounded() -> None:
 
 def test_events_of_several_nodes_are_told_in_the_order_of_their_times() -> None:
     def story(phase: str, arrived: float, *events: tuple[float, str]) -> dict[str, Any]:
-        told = [{"at": at, "name": name} for at, name in events]
         return {
             "request_id": phase,
             "phase": phase,
             "arrived": arrived,
             "num_prompt_tokens": 3,
-            "events": told,
+            "events": [{"at": at, "name": name} for at, name in events],
             "ending": {},
         }
 
+    def told(story: dict[str, Any]) -> dict[str, Any]:
+        return {"engine_id": "e", "stories": [story]}
+
     pages = {
-        "http://p/admin/requests/a%2Fb": story("prefill", 1.0, (1.2, "grant sent")),
-        "http://d/admin/requests/a%2Fb": story("decode", 1.1, (1.3, "grant received")),
+        "http://r/nodes": {"nodes": [{"url": "http://d"}, {"url": "http://p/"}]},
+        "http://p/admin/requests/a%2Fb": told(story("prefill", 1.0, (1.2, "grant sent"))),
+        "http://d/admin/requests/a%2Fb": told(story("decode", 1.1, (1.3, "grant received"))),
     }
 
     def get(url: str, timeout_s: float) -> str:
         if url in pages:
-            return json.dumps({"engine_id": "e", "stories": [pages[url]]})
+            return json.dumps(pages[url])
         raise CommandError('HTTP status 404: {"error": {"message": "no story"}}')
 
-    nodes = ask("a/b", ["http://d", "http://p", "http://x"], get)
+    nodes = ask("a/b", ["http://r", "http://x"], get)
     assert [node["error"] for node in nodes] == ["", "", "no story"]
     lines = "\n".join(tell("a/b", nodes))
     places = [
         lines.index(text) for text in ("0.0 ms", "100.0 ms", "200.0 ms  prefill  grant sent", "300.0 ms")
     ]
     assert places == sorted(places)
+
+
+def test_a_url_without_its_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "a", "localhost:8000"]) == 2
+    assert "did you mean 'http://localhost:8000'" in capsys.readouterr().err

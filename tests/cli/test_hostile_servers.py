@@ -14,8 +14,8 @@ import pytest
 
 from kvferry.cli.access import fetch
 from kvferry.cli.errors import CommandError
+from kvferry.cli.explain import ask
 from kvferry.cli.main import main
-from kvferry.cli.metrics_page import MetricsPage
 from kvferry.cli.remote import RemoteDoctor
 
 #: Clears the screen, is another way to say CSI, turns the order of letters round, and forges a line.
@@ -112,13 +112,20 @@ def test_explain_escapes_what_nodes_say(
     assert_obeys_nothing(printed.out + printed.err)
 
 
-def test_top_escapes_what_routers_say(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    page = 'kvferry_router_node_healthy{url="http://127.0.0.1:1/\x1b[2J\x9b2J"} 1\n'
+def test_explain_escapes_what_routers_say(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    page = json.dumps({"nodes": [{"url": "http://127.0.0.1:1/" + ESCAPES}]})
     port = serve(lambda sock, _: said(sock, page))
-    main(["top", f"http://127.0.0.1:{port}", "--once", "--interval", "0.01"])
+    main(["explain", "a", f"http://127.0.0.1:{port}"])
     printed = capsys.readouterr().out
     assert "127.0.0.1:1" in printed
     assert_obeys_nothing(printed)
+
+
+@pytest.mark.parametrize("nodes", [[], 5, {"nodes": 5}, {"nodes": [5]}, {"nodes": [{}]}, {"nodes": None}])
+def test_a_server_whose_nodes_are_no_list_of_urls_is_asked_itself(serve: Serve, nodes: Any) -> None:
+    port = serve(lambda sock, _: said(sock, json.dumps(nodes)))
+    url = f"http://127.0.0.1:{port}"
+    assert [node["url"] for node in ask("a", [url])] == [url]
 
 
 def test_doctor_escapes_what_the_other_side_says(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,18 +179,6 @@ def test_explain_says_what_is_wrong_with_an_answer(
     assert (
         "what no reference node answers" if wrong is not None else "no JSON"
     ) in capsys.readouterr().out or (where == "/health")
-
-
-def test_a_page_is_read_in_time_that_grows_with_its_length_alone() -> None:
-    for line in ("kvferry_x{" + "a" * 200_000 + "} 1", "a" * 200_000, 'x{a="' + "}  " * 60_000 + '"} 1'):
-        began = time.process_time()
-        MetricsPage(line)
-        assert time.process_time() - began < 2.0
-
-
-def test_labels_are_read_one_after_the_other() -> None:
-    (sample,) = MetricsPage('x{a="1,2", b="\\"}", } 3\n').samples("x")
-    assert (dict(sample.labels), sample.value) == ({"a": "1,2", "b": '"}'}, 3.0)
 
 
 @pytest.mark.parametrize("head", ["HTTP/1.1 200 OK\r\nX: ", "HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "body"])
@@ -265,7 +260,7 @@ def test_a_key_goes_to_no_host_that_only_a_router_names(
         thread = threading.Thread(target=run)
         thread.start()
         url = f"http://{named}:{listener.getsockname()[1]}"
-        page = f'kvferry_router_node_healthy{{url="{url}"}} 1\n'
+        page = json.dumps({"nodes": [{"url": url}]})
         router = serve(lambda sock, _: said(sock, page))
         assert main(["explain", "a", f"http://127.0.0.1:{router}"]) == 1
         listener.shutdown(socket.SHUT_RDWR)

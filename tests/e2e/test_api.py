@@ -283,10 +283,3 @@ def test_a_request_that_no_node_knows_ends_with_status_1(
     key = ("--admin-api-key-file", str(admin_key_file))
     assert main(["explain", "no-such-request", tiny_fleet.decode.process.url, *key]) == 1
     assert "no story of request 'no-such-request'" in capsys.readouterr().out
-
-
-def test_top_shows_the_nodes_of_a_router(tiny_fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", tiny_fleet.router.process.url, "--once", "--json", "--interval", "0.01"]) == 0
-    views = json.loads(capsys.readouterr().out)
-    assert {view["url"] for view in views} == {tiny_fleet.prefill.process.url, tiny_fleet.decode.process.url}
-    assert all(view["live_leases"] is not None for view in views)
