@@ -100,11 +100,11 @@ def _bounds(lengths: Int64Array, longest: int, limits: SliceLimits) -> Int64Arra
     return np.append(np.flatnonzero(begins), [num_rows, num_rows]).astype(np.int64)
 
 
-class Turns(Generic[T]):
-    """Reads that take turns, one slice each, so that a small read does not wait for a large one.
+class RoundRobin(Generic[T]):
+    """Reads that are served in rotation, one slice each, so that a small read does not wait for a large one.
 
     Args:
-        wants: Whether a read has a slice to fetch. If it has none, it is dropped when its turn comes.
+        wants: Whether a read has a slice to fetch. If it has none, it is dropped when it is next.
     """
 
     def __init__(self, wants: Callable[[T], bool]) -> None:
@@ -120,7 +120,7 @@ class Turns(Generic[T]):
         self._waiting.clear()
 
     def __iter__(self) -> Iterator[T]:
-        """Yield reads, each for its next slice. If the loop is left instead, the read keeps its turn."""
+        """Yield reads, each for its next slice. If the loop is left instead, the read is next again."""
         waiting = self._waiting
         while waiting:
             if self._wants(waiting[0]):

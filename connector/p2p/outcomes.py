@@ -16,19 +16,15 @@ from ..stats import HandoffEvent, KVConnectorStats, StatsCollector, TransferReco
 from .orders import HandoffMetadata, OfferOrder
 
 
-class OfferState(Enum):
-    """What is owed for an offer of this rank.
+class OfferEnd(Enum):
+    """Whether the end of an offer of this rank is owed to the engine. An end that is owed is reported and forgotten."""
 
-    An offer starts as `OPEN` if its request is still computed, and as `OFFERED` if it has finished. An offer that
-    ends as `OFFERED` is reported and forgotten.
-    """
-
-    #: The request has not finished, so it keeps its blocks and no end is owed.
-    OPEN = "open"
+    #: The request is still computed, so it keeps its blocks whatever becomes of the offer.
+    NOT_OWED = "not owed"
     #: The offer ended, and its request has not finished. The end is reported as soon as it has.
-    ENDED_OPEN = "ended while open"
+    KEPT = "kept"
     #: The request has finished; its blocks are held until the end is reported.
-    OFFERED = "offered"
+    OWED = "owed"
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Outcomes:
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         self._report = KVConnectorOutput()
-        self._offers: dict[str, OfferState] = {}
+        self._offers: dict[str, OfferEnd] = {}
         self._retracted: Counter[str] = Counter()  # offers that were taken, whose end has not come
         self._loads: dict[str, _Load] = {}
         self._stats = StatsCollector()
@@ -83,7 +79,7 @@ class Outcomes:
                 if order.offer is not None:
                     self._stats.count("live_leases")
                     is_whole = isinstance(order.offer, OfferOrder)
-                    self._offers[order.request_id] = OfferState.OFFERED if is_whole else OfferState.OPEN
+                    self._offers[order.request_id] = OfferEnd.OWED if is_whole else OfferEnd.NOT_OWED
                 # After the offer: one step may bring an open offer and its abort.
                 if order.completion is not None or order.abort:
                     self._request_finished(order.request_id)
@@ -92,7 +88,7 @@ class Outcomes:
                     self._loads[order.request_id] = _Load(order.load, exposed_since=now)
 
     def take_open(self, request_ids: set[str]) -> set[str]:
-        """Forget these requests' offers that are not `OFFERED`, because the requests lose their blocks.
+        """Forget these requests' offers that are not owed, because the requests lose their blocks.
 
         Returns:
             The requests whose offers have not ended.
@@ -101,9 +97,9 @@ class Outcomes:
         with self._lock:
             for request_id in request_ids:
                 state = self._offers.get(request_id)
-                if state in (OfferState.OPEN, OfferState.ENDED_OPEN):
+                if state in (OfferEnd.NOT_OWED, OfferEnd.KEPT):
                     del self._offers[request_id]
-                if state is OfferState.OPEN:
+                if state is OfferEnd.NOT_OWED:
                     taken.add(request_id)
             # Each of them still ends once, and that end must not be taken for the end of the request's next offer.
             self._retracted.update(taken)
@@ -135,7 +131,7 @@ class Outcomes:
         """End everything that is owed an end: offers as aborted, loads as failed."""
         with self._lock:
             for request_id, state in tuple(self._offers.items()):
-                if state is OfferState.OFFERED:
+                if state is OfferEnd.OWED:
                     self._end_offer(OfferEnded(request_id, "aborted", str(error)))
             for request_id, load in tuple(self._loads.items()):
                 ended = LoadEnded(request_id, "failed", error, load.blocks)
@@ -145,9 +141,7 @@ class Outcomes:
         """Never report the offers that are owed an end: peers may go on reading their blocks, which stay held."""
         with self._lock:
             self._offers = {
-                request_id: state
-                for request_id, state in self._offers.items()
-                if state is not OfferState.OFFERED
+                request_id: state for request_id, state in self._offers.items() if state is not OfferEnd.OWED
             }
 
     def forget_loads(self, request_ids: set[str]) -> None:
@@ -191,21 +185,21 @@ class Outcomes:
             self._retracted -= Counter([ended.request_id])
             return
         match self._offers.get(ended.request_id):
-            case OfferState.OFFERED:
+            case OfferEnd.OWED:
                 del self._offers[ended.request_id]
                 self._report.finished_sending.add(ended.request_id)
                 self._has_news.notify_all()
-            case OfferState.OPEN:
+            case OfferEnd.NOT_OWED:
                 # The scheduler half takes an end as leave to free the blocks, but the request still computes with them.
-                self._offers[ended.request_id] = OfferState.ENDED_OPEN
+                self._offers[ended.request_id] = OfferEnd.KEPT
 
     def _request_finished(self, request_id: str) -> None:
-        if self._offers.get(request_id) is OfferState.ENDED_OPEN:
+        if self._offers.get(request_id) is OfferEnd.KEPT:
             del self._offers[request_id]
             self._report.finished_sending.add(request_id)
             self._has_news.notify_all()
         else:
-            self._offers[request_id] = OfferState.OFFERED
+            self._offers[request_id] = OfferEnd.OWED
 
     def _end_load(self, ended: LoadEnded, now: float) -> None:
         # A load that was refused before it could be ordered has no record here, and is reported all the same.

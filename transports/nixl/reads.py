@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._memory import WORD_BYTES
-from .._slices import SlicePlan, Turns
+from .._slices import RoundRobin, SlicePlan
 from ..endpoint import Read
 from ..serving import PeerPool, stale
 from .library import Agent, Memory, Transfer, descriptors
@@ -97,7 +97,7 @@ class Reader:
         self._clock = clock
         self._end_read = end_read
         self._transfers: dict[int, _Transfer] = {}
-        self._turns: Turns[_Transfer] = Turns(self._wants_slice)
+        self._fetching: RoundRobin[_Transfer] = RoundRobin(self._wants_slice)
         self._num_slices = 0  # in flight
         self._looks: dict[int, _Look] = {}  # not in flight, by the guard's index; the oldest first
 
@@ -108,7 +108,7 @@ class Reader:
             TransportError: NIXL has lost the peer. So it is with every method here.
         """
         transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
-        self._turns.add(transfer)
+        self._fetching.add(transfer)
         self.settle()
 
     def stop(self, read: Read[Any]) -> bool:
@@ -147,7 +147,7 @@ class Reader:
 
     def _post(self) -> None:
         """Fill the window."""
-        for transfer in self._turns:
+        for transfer in self._fetching:
             if self._num_slices >= self._window_slices:
                 return
             self._post_slice(transfer)

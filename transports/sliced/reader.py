@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from .._copy import sum_words
 from .._movers import Mover, StagingBuffer, Ticket
-from .._slices import SlicePlan, Turns
+from .._slices import RoundRobin, SlicePlan
 from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
 from ..regions import AddressArray, Int64Array
@@ -139,7 +139,7 @@ class Reader(ABC, Generic[S]):
         self._end_read = end_read
         self._fail_peer = fail
         self._transfers: dict[int, Transfer] = {}
-        self._turns: Turns[Transfer] = Turns(Transfer.wants_slice)
+        self._fetching: RoundRobin[Transfer] = RoundRobin(Transfer.wants_slice)
         self._slices: dict[Hashable, S] = {}  # in flight, by tag; also of reads that were stopped
         self._arrived: deque[S] = deque()  # those that wait for a buffer
 
@@ -181,7 +181,7 @@ class Reader(ABC, Generic[S]):
     def start(self, read: Read[Any], plan: SlicePlan) -> None:
         """Begin a read whose regions were checked."""
         transfer = self._transfers[read.transfer_id] = Transfer(read, plan, len(plan) or 1)
-        self._turns.add(transfer)
+        self._fetching.add(transfer)
         self._fetch()
 
     def stop(self, read: Read[Any]) -> bool:
@@ -204,7 +204,7 @@ class Reader(ABC, Generic[S]):
     def close(self) -> None:
         """The connection is closed: nothing arrives any more. Copies that were launched still end."""
         self._ring.forget(self)
-        self._turns.clear()
+        self._fetching.clear()
         self._arrived.clear()
         while self._slices:
             _, piece = self._slices.popitem()
@@ -218,7 +218,7 @@ class Reader(ABC, Generic[S]):
         """Fill the window."""
         if len(self._slices) > self._refill_at:
             return
-        for transfer in self._turns:
+        for transfer in self._fetching:
             if len(self._slices) >= self._window_slices:
                 return
             if not self._fetch_next(transfer):
