@@ -1,4 +1,11 @@
-"""The consumer's side of the handoff protocol: claims, reads, and the releases that end them."""
+"""The consumer's side of the handoff protocol: claims, reads, and the releases that end them.
+
+In come the engine's orders, messages of producers, losses of peers, the ends of reads, and the time. Out go actions: connections,
+messages, reads, and the end of each load.
+
+What must never break: a load succeeds only if each of its reads ended with its guard still holding. Its end comes once, and not
+before the last read is over, because until then something writes into its blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""One load of a consumer: its state, what each rank of the producer granted, and which blocks are still to be read."""
+"""One load of a consumer: its state, what each rank of the producer granted, and which blocks are still to be read.
+
+`ConsumerProtocol` puts in claims, local blocks, grants and the ends of reads; out come the reads that can begin, and whether the
+load is over.
+
+What must never break: a block is read only when it was granted as computed, by every rank that has a part of it.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ Two nodes speak the newest version that both know; the handshake finds it (`peer
 says so (`Since`): `encode` leaves it out for a peer that speaks an earlier one, and `decode` gives it its default. So
 such a field must have a default, and no check that keeps a wrong cache from being loaded may depend on it. A change that
 an earlier version cannot ignore raises `OLDEST_VERSION`. docs/upgrades.md has the policy.
+
+What must never break: a message means the same to both nodes, or one of them refuses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""One offer of a producer: its state, what it grants, and the ranks that read it."""
+"""One offer of a producer: its state, what it grants, and the ranks that read it.
+
+`ProducerProtocol` puts in what the engine and the consumers did; out come the grants and progress that are to be sent.
+
+What must never break: only the holder of the lease number is granted anything, and no more tokens than are computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The producer's side of the handoff protocol: offers, their guards and their leases."""
+"""The producer's side of the handoff protocol: offers, their guards and their leases.
+
+In come the engine's orders, messages of consumers, losses of peers, and the time. Out go actions: messages, guards to set and to
+clear, and the end of each offer.
+
+What must never break: the guard of an offer is cleared before its end is reported, because after that the engine writes other
+bytes into the blocks. Every offer ends, at the latest with its lease, and its end comes once.
+"""
 
 from __future__ import annotations
 

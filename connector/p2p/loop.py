@@ -1,7 +1,11 @@
 """The thread that owns a node's transport: it carries out orders, and drives the handoff protocol.
 
 `HandoffLoop` is the thread with its queue of orders, and decides when it ends. `_Driver` is what one turn does: orders and
-events go into the protocol, and the protocol's actions go to the transport.
+events go into the protocol, and the protocol's actions go to the transport. Ends go to `Outcomes`, where the engine's thread
+takes them.
+
+What must never break: every load that was ordered, and every offer of a finished request, gets one end, whatever raises; and
+blocks are given back only when no peer accepts bytes of them and nothing writes into them.
 """
 
 from __future__ import annotations

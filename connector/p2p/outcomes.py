@@ -1,4 +1,10 @@
-"""What became of each handoff: the handoff thread puts it here, and the engine thread takes it."""
+"""What became of each handoff: the handoff thread puts it here, and the engine thread takes it.
+
+In come what the orders expect, the ends of offers and loads, and the reads of each load. Out go one report per step
+(`KVConnectorOutput`) and the figures about it.
+
+What must never break: each end that is owed is reported once, and none that is not owed.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ digest. Each offer of such a node has the digest as well, unless the request has
 ends with the first token of the answer, the router sends the digest of the node that chose this token, as
 `"first_token": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
 
-Keys that are not ours are ignored, because proxies add some. Ours are checked strictly, because any client can
-write them.
+Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked strictly, because any
+client can write them, and what is malformed is refused by its name, before anything is claimed or offered.
 
 In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
 it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `rendezvous_params` makes to the

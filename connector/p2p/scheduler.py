@@ -1,4 +1,11 @@
-"""The scheduler half of a handoff: which requests are announced, offered, claimed, loaded or dropped."""
+"""The scheduler half of a handoff: which requests are announced, offered, claimed, loaded or dropped.
+
+In come the engine's calls about its requests, on the engine's thread, and the ends that the worker halves report. Out go the
+orders of each step (`HandoffMetadata`), and the params of a finished request, which a router carries to the other node.
+
+What must never break: a request's blocks stay its own while a peer may read them or a load may write into them, which is until
+the end of the offer or load was reported.
+"""
 
 from __future__ import annotations
 

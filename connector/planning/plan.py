@@ -2,6 +2,9 @@
 
 Pages are paired by content (name of the layer, byte of the page, block), never by position. Regions are merged if they
 are adjacent on both sides. Everything is numpy arrays, end to end.
+
+What must never break: every token of the blocks gets the bytes of the same layer and token of the peer, and no byte outside of
+them is read or written.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ NAVIGATION = {
     "Migrate": ["from-nixlconnector", "from-lmcache"],
     "Reference": ["reference/configuration", "reference/command-line"],
     "Extend": ["writing-a-connector", "writing-a-transport", "coverage"],
-    "Design": ["design", "releasing"],
+    "Design": ["design", "reading-guide", "releasing"],
 }
 
 #: Pages that the navigation shows below another one: the beginning of their names, by that page.

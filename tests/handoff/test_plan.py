@@ -78,9 +78,9 @@ def test_a_hundred_thousand_regions_take_milliseconds() -> None:
     pairs = np.stack(ids, axis=1).astype(np.int64)
     best_s = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()  # other processes may keep the core busy
         regions = planner.plan([pairs])
-        best_s = min(best_s, time.perf_counter() - start)
+        best_s = min(best_s, time.process_time() - start)
     assert len(regions) > 100_000
     assert best_s < 0.1  # about 6 ms on an idle core
 

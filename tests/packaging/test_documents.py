@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -129,3 +130,13 @@ class TestWritingAConnector:
         assert done.returncode == 0, done.stdout
         assert " passed" in done.stdout
         assert "skipped" not in done.stdout
+
+
+def test_each_file_of_the_reading_guide_begins_with_its_promises() -> None:
+    rows = re.findall(
+        r"^\| \d+ \| `(.*?)` \|", (ROOT / "docs" / "reading-guide.md").read_text(), flags=re.MULTILINE
+    )
+    assert len(rows) == 14
+    for name in rows:
+        documented = ast.get_docstring(ast.parse((ROOT / name).read_text())) or ""
+        assert len(documented.splitlines()) > 3, name

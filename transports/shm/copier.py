@@ -1,8 +1,13 @@
 """Threads that copy, so that the owner's loop does not wait for bytes.
 
+In come reads whose regions were checked, as addresses in the peer's mapped pool and in ours; out come their ends.
+
 A small read is copied by the owner at once: another thread would take longer to wake up. Any other is cut into pieces
 of a few MiB. Between two pieces it can be cancelled, and several threads can work on one read. The thread that copies
 the last piece checks the guard.
+
+What must never break: the guard is looked at after the last byte of all pieces was copied, and nothing is written for a read
+whose end was reported.
 """
 
 from __future__ import annotations
