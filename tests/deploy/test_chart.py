@@ -36,8 +36,10 @@ KUBERNETES = ("1.29", "1.37")
 CRD_SCHEMAS = Path(__file__).parent / "crd_schemas"
 PLAINTEXT = "transport.allowPlaintext=true"
 INSECURE = "http.insecure=true"
+IMAGE = "vllm.image=registry.example/vllm-kvferry:0.32.0"
 #: Everything that is off by default.
 ALL = (
+    "engine=reference",
     PLAINTEXT,
     "serviceMonitor.enabled=true",
     "serviceMonitor.labels.release=prometheus",
@@ -62,8 +64,10 @@ RENDERED = {
     **{values.stem: ([values], ()) for values in VALUES},
     "all": ([], ALL),
     "all-pod": ([], (*ALL, "topology=pod", "transport.name=shm")),
-    "auto": ([], (PLAINTEXT, INSECURE, "transport.name=auto", "transport.network=ucx")),
-    "host": ([], (INSECURE, "transport.name=shm", "transport.socketHostPath=/var/lib/kvferry")),
+    "default": ([], (IMAGE, PLAINTEXT, INSECURE)),
+    "scaled": ([], (IMAGE, PLAINTEXT, INSECURE, "decode.autoscaling.enabled=true")),
+    "auto": ([], (IMAGE, PLAINTEXT, INSECURE, "transport.name=auto", "transport.network=ucx")),
+    "host": ([], (IMAGE, INSECURE, "transport.name=shm", "transport.socketHostPath=/var/lib/kvferry")),
 }
 
 
@@ -129,7 +133,7 @@ def test_every_object_is_valid_for_kubernetes(manifests: list[Manifest], version
 
 
 def test_helm_finds_nothing_to_complain_about() -> None:
-    done = run_helm("lint", "--strict", CHART, "--set", PLAINTEXT, "--set", INSECURE)
+    done = run_helm("lint", "--strict", CHART, "--set", IMAGE, "--set", PLAINTEXT, "--set", INSECURE)
     assert done.returncode == 0, done.stdout
 
 
@@ -266,8 +270,7 @@ def test_scaling_uses_metrics_that_the_adapter_rules_make() -> None:
         for rule in rules
         if (found := re.match(r"^(\S+?)\{", rule["seriesQuery"]))
     }
-    engines = {"all": "reference", "all-pod": "reference"}
-    for name in engines:
+    for name in ("all", "all-pod", "scaled"):
         for scaler in of_kind(rendered(name), "HorizontalPodAutoscaler"):
             target = scaler["spec"]["scaleTargetRef"]
             assert (target["kind"], target["name"]) in {
@@ -300,6 +303,19 @@ def test_the_monitor_scrapes_every_container_once() -> None:
         )
 
 
+def test_nodes_run_vllm_by_default() -> None:
+    nodes = [
+        container
+        for workload in workloads(rendered("default"))
+        for container in containers_of(workload)
+        if container["name"] != "router"
+    ]
+    assert len(nodes) == 2
+    for node in nodes:
+        assert f"vllm.image={node['image']}" == IMAGE
+        assert json.loads(option(node, "kv-transfer-config"))["kv_connector"] == "KvferryConnector"
+
+
 # -- values ----------------------------------------------------------------------------------------
 
 
@@ -311,7 +327,7 @@ def test_the_monitor_scrapes_every_container_once() -> None:
         ([], "transport.tls.secretName is empty"),
         (["transport.name=ucx"], "transport.allowPlaintext is false: ucx neither encrypts nor authenticates"),
         (["transport.name=shm"], "transport.name 'shm' connects no pods"),
-        ([PLAINTEXT, "engine=vllm"], "vllm.image is empty"),
+        ([PLAINTEXT, "vllm.image="], "vllm.image is empty"),
         ([PLAINTEXT, "drain.timeoutSeconds=20"], "drain.timeoutSeconds is less than handoff.leaseSeconds"),
         ([PLAINTEXT, "transport.tsl.secretName=a"], "'tsl' not allowed"),
         ([PLAINTEXT, "transport.name=zeromq"], "/transport/name"),
@@ -321,7 +337,9 @@ def test_the_monitor_scrapes_every_container_once() -> None:
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(settings: list[str], problem: str) -> None:
-    done = run_helm("template", "ferry", CHART, *(word for each in settings for word in ("--set", each)))
+    done = run_helm(
+        "template", "ferry", CHART, *(word for each in (IMAGE, *settings) for word in ("--set", each))
+    )
     assert done.returncode != 0
     assert problem in done.stderr
 
