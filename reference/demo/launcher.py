@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import IO, Any, Protocol, Self
 
 #: Seconds between SIGTERM and SIGKILL.
@@ -205,8 +206,10 @@ class Launcher:
 
     def start(self, name: str, program: str, *arguments: str) -> LaunchedProcess:
         """Start a command of kvferry, or a script. Returns at once."""
-        process = LaunchedProcess(name, program, arguments, self._spawn)
-        self._processes.append(process)
+        # An exception of a signal's handler would lose a process that has just been forked, and nobody would end it.
+        with _signals_held_back():
+            process = LaunchedProcess(name, program, arguments, self._spawn)
+            self._processes.append(process)
         return process
 
     def start_node(self, name: str, role: str, *arguments: str) -> LaunchedProcess:
@@ -271,6 +274,37 @@ class Launcher:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Let the handlers of signals that arrive inside the block run at its end.
+
+    Blocking the signals instead would block them in the processes that the block starts, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread only
+        return
+    arrived: list[int] = []
+
+    def hold_back(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    # A signal that is ignored stays ignored: the new process inherits that.
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(handler := signal.getsignal(number))
+    }
+    try:
+        for number in handlers:
+            signal.signal(number, hold_back)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for late in arrived:
+        signal.raise_signal(late)
 
 
 def _ignore(process: LaunchedProcess, seconds: float) -> None:

@@ -84,3 +84,23 @@ def test_a_launcher_does_not_wait_for_a_process_that_would_finish_its_answers_fi
         launcher.wait_ready([node], 20)
         began = time.monotonic()
     assert time.monotonic() - began < 4.0
+
+
+def test_a_signal_while_a_process_is_being_started_leaves_no_process_behind() -> None:
+    """The handler of the signal raises, as it does after Ctrl-C, when the process exists and nobody knows it yet."""
+    started: list[Child] = []
+
+    def spawn_interrupted(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
+        started.append(spawn(script, arguments, log, link))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Launcher(spawn_interrupted) as launcher:
+            launcher.start("decode node", "runs")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    # The launcher has waited for its end; a process that it did not know would still run.
+    assert started[0].poll() is not None
