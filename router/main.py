@@ -33,12 +33,14 @@ from ..web.serving import (
     steer_to_newest,
 )
 from ..web.tracing import set_up_tracing
-from .app import DecodeAlone, Router
+from .app import Router
 from .membership import ROLES, DnsTarget, parse_target
 from .nodes import NodePool
+from .performance import DecodeAlone
 from .policies import DEFAULT_LOAD_FACTOR, DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
 from .sources import DnsName, LookUpError, NodesFile, NodeSource
 from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
+from .ways import Options
 
 DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
@@ -220,8 +222,7 @@ def _run(options: argparse.Namespace) -> None:
     node_access = _node_access(options, pools)
     router = Router(
         *pools,
-        rendezvous=options.rendezvous == "auto",
-        first_token=options.first_token == "auto",
+        options=Options(options.rendezvous == "auto", options.first_token == "auto"),
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..connector.stats import export_build_info
+from .exchange import Source
 from .handoffs import RESULTS, Handoffs
 from .membership import ROLES, Role
 from .nodes import UpstreamNode
@@ -29,10 +30,8 @@ DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.
 FIRST_PIECE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-#: How a decode node got the cache of a prompt.
-Way = Literal["rendezvous", "in_turn", "without_offer", "alone"]
 #: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that gave the piece.
-NotePiece = Callable[[Way, Role], None]
+NotePiece = Callable[[Source, Role], None]
 
 #: What became of the answers that decode nodes offered.
 ANSWER_RESULTS = ("loaded", "failed", "none", "unknown", "unused")
@@ -76,7 +75,7 @@ class RouterMetrics:
             registry=self._registry,
             buckets=FIRST_PIECE_BUCKETS,
         )
-        for way in get_args(Way):
+        for way in get_args(Source):
             for role in ROLES:
                 self._first_piece.labels(way, role)
         export_build_info(partial(Gauge, registry=self._registry))
@@ -101,7 +100,7 @@ class RouterMetrics:
             "Requests sent to a decode node alone, because no prefill node could take them",
             registry=self._registry,
         )
-        self.rendezvous = Counter(
+        self.asked_both = Counter(
             "kvferry_router_rendezvous_total",
             "Requests sent to a prefill and a decode node at once",
             registry=self._registry,
@@ -144,7 +143,7 @@ class RouterMetrics:
         """
         latest: float | None = None
 
-        def note_piece(way: Way, role: Role) -> None:
+        def note_piece(way: Source, role: Role) -> None:
             nonlocal latest
             now = time.monotonic()
             if latest is None:

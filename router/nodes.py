@@ -18,14 +18,12 @@ from typing import Any
 
 import aiohttp
 
-from ..connector.handoff.messages import RENDEZVOUS_VERSION
-from ..web.errors import ApiError
+from ..web.errors import ApiError, bad_request
 from .first_tokens import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, ROLES, Contributions, Role, server_name_of
 from .policies import DEFAULT_LOAD_FACTOR, LeastLoaded, Policy
-from .ring import bound
-from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus
+from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus, bound
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +87,12 @@ class UpstreamNode:
 
     Attributes:
         in_flight: The router's requests at the node.
+        num_at_once: Prefills in flight whose decode node was asked at the same time.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
         kv_role: What the node does by its own account; see `Health`.
         models: What the node serves; see `Health`.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
-        rendezvous_place: Where a decode node can claim from this one: what its connector has said of itself, or the
+        place: Where a decode node can claim from this one: what its connector has said of itself, or the
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
     """
@@ -103,10 +102,11 @@ class UpstreamNode:
         self.url = url.rstrip("/")
         self.in_flight = 0
         self.num_connection_failures = 0
+        self.num_at_once = 0
         self.num_offers = 0
         self.last_used = 0
         self.load_failure_policy = ""
-        self.rendezvous_place: Mapping[str, Any] = {}
+        self.place: Mapping[str, Any] = {}
         self.continues_answers = ""
         self.kv_role = ""
         self.models: frozenset[str] = frozenset()
@@ -136,15 +136,13 @@ class UpstreamNode:
         return self._status.num_ejections
 
     @property
-    def has_rendezvous(self) -> bool:
-        """Whether the node says that it can claim an offer by a name before the offer exists."""
-        return self._prober.protocol >= RENDEZVOUS_VERSION
+    def protocol(self) -> int:
+        """The newest version of kvferry's handoff protocol that the node speaks. 0 if it does not say."""
+        return self._prober.protocol
 
     def note_params(self, params: Mapping[str, Any] | None) -> None:
         """Note the `kv_transfer_params` of an answer. Without the block ids, which are many."""
-        self.rendezvous_place = {
-            key: value for key, value in (params or {}).items() if key != "remote_block_ids"
-        }
+        self.place = {key: value for key, value in (params or {}).items() if key != "remote_block_ids"}
 
     @property
     def abilities(self) -> Abilities:
@@ -215,7 +213,7 @@ class UpstreamNode:
         if NodeState.GONE in (self.state, health.state):
             # The next process at this address has another epoch. Also when the node is back, because a late answer of the
             # old process may have come meanwhile.
-            self.rendezvous_place = {}
+            self.place = {}
         if health.state in (NodeState.READY, NodeState.OVERLOADED):
             self.kv_role = health.kv_role
             if self.kv_role == _CONTRARY_ROLES[self.role]:
@@ -228,7 +226,7 @@ class UpstreamNode:
             self.models = health.models
         if health.state is NodeState.READY:
             if health.description:
-                self.rendezvous_place = health.description
+                self.place = health.description
             self.load_failure_policy = health.load_failure_policy
             self.continues_answers = health.continues_answers
         is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
@@ -519,21 +517,37 @@ class NodePool:
         Raises:
             NoNodeError: There is no such node (the message gives the reason for each node), or the pool is closed.
         """
-        if self._is_closed:
-            raise NoNodeError(
-                f"the router is stopping: no {self.role} node can take the request", retry_after_s=None
-            )
-        candidates = self._candidates(tried, may_use or _any, body or {})
-        if not candidates:
-            raise await self._no_node(tried, body or {})
-        node = _chosen(candidates, self.policy, body or {}, preferred)
-        tried[node] = None
-        node.last_used = next(self._turns)
-        node.in_flight += 1
-        try:
+        node = self.pick(tried, may_use, body=body, preferred=preferred)
+        if node is None:
+            raise await self.no_node(tried, body or {})
+        with self.using(node, tried):
             yield node
             if tried[node] is None:
                 node.note_answered()
+
+    def pick(
+        self,
+        tried: Tried,
+        may_use: Callable[[UpstreamNode], bool] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        preferred: str = "",
+    ) -> UpstreamNode | None:
+        """Choose a node as `use_one` does; None if there is none, or the pool is closed. The caller is to use it at once."""
+        candidates = [] if self._is_closed else self._candidates(tried, may_use or _any, body or {})
+        if not candidates:
+            return None
+        node = _chosen(candidates, self.policy, body or {}, preferred)
+        node.last_used = next(self._turns)
+        return node
+
+    @contextlib.contextmanager
+    def using(self, node: UpstreamNode, tried: Tried) -> Iterator[None]:
+        """Count a request to the node for as long as the block lasts. A failure is one that `tried` has at its end."""
+        tried[node] = None
+        node.in_flight += 1
+        try:
+            yield
         except NodeGoneError as error:
             tried[node] = error
             raise
@@ -545,22 +559,13 @@ class NodePool:
                 node.note_failed(failure, has_substitute=has_substitute)
             node.end_watch_if_idle()
 
-    def likely(self, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
+    def likely(self, tried: Tried, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
         """Return the node that `use_one` would choose now; None if there is none."""
-        candidates = [] if self._is_closed else self._candidates({}, _any, body)
+        candidates = [] if self._is_closed else self._candidates(tried, _any, body)
         if not candidates:
             return None
         # A copy of the policy, because it counts its choices and this one may come to nothing.
         return _chosen(candidates, copy.copy(self.policy), body, preferred)
-
-    async def require_one(self, tried: Tried, body: Mapping[str, Any]) -> None:
-        """Check that `use_one` would find a node for a request.
-
-        Raises:
-            NoNodeError: It would not.
-        """
-        if not self._is_closed and not self._candidates(tried, _any, body):
-            raise await self._no_node(tried, body)
 
     def _candidates(
         self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
@@ -568,7 +573,11 @@ class NodePool:
         usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
         return [node for node in usable if node not in tried and may_use(node)]
 
-    async def _no_node(self, tried: Tried, body: Mapping[str, Any]) -> NoNodeError:
+    async def no_node(self, tried: Tried, body: Mapping[str, Any]) -> NoNodeError:
+        """Return the error that says of each node why it cannot take a request. Takes up to `CAUSE_WAIT_S`."""
+        if self._is_closed:
+            what = f"the router is stopping: no {self.role} node can take the request"
+            return NoNodeError(what, retry_after_s=None)
         if not self._nodes:
             return NoNodeError(
                 f"no {self.role} node can take the request: the router knows no {self.role} node"
@@ -589,6 +598,28 @@ def _chosen(
 
 def _any(node: UpstreamNode) -> bool:
     return True
+
+
+async def check_model(nodes: Sequence[UpstreamNode], model: object) -> None:
+    """Check that a node serves the model of a request.
+
+    Raises:
+        ApiError: None does (404), or a request without a model could go to nodes with different ones (400).
+    """
+    known = [node.models for node in nodes if node.models]
+    if known and not model and not frozenset.intersection(*known):
+        served = ", ".join(sorted(frozenset().union(*known)))
+        raise bad_request(f"'model' is missing: choose one of {served}", "model")
+    if any(node.serves(model) for node in nodes) or not nodes:
+        return
+    # An adapter may have been loaded since the last check.
+    ready = [node for node in nodes if node.state is NodeState.READY]
+    await asyncio.gather(*(node.await_check(CAUSE_WAIT_S) for node in ready))
+    if not any(node.serves(model) for node in nodes):
+        message = (
+            f"the model {str(model)[:MAX_SHOWN_CHARS]!r} does not exist; GET /v1/models lists those that do"
+        )
+        raise ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
 
 
 async def _why_not(node: UpstreamNode, tried: Tried, body: Mapping[str, Any]) -> str:

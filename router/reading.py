@@ -5,12 +5,14 @@ Every failure is an error of aiohttp's client, as a broken connection is, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
-from aiohttp import ClientHandlerType
+from aiohttp import ClientHandlerType, ClientMiddlewareType
 
+from ..web.access import NodeAccess
 from ..web.json_body import object_of
 from ..web.sse import Event, EventTooLongError, Splitter
 
@@ -134,3 +136,45 @@ class NodeAnswer:
             yield from (event.content for event in self.events)
         else:
             yield object_of(self.payload)
+
+
+CONNECT_TIMEOUT_S = 5.0
+#: If the peer's host vanishes, the connection breaks after IDLE + COUNT * INTERVAL seconds without a byte. Health checks do
+#: not notice a host that restarted meanwhile, so they cannot replace this.
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
+
+
+def node_session(access: NodeAccess, middlewares: Sequence[ClientMiddlewareType]) -> aiohttp.ClientSession:
+    """Make the session of all requests to nodes.
+
+    Args:
+        middlewares: Of each request.
+    """
+    connector = aiohttp.TCPConnector(
+        limit=0, force_close=True, socket_factory=kept_alive_socket, ssl=access.ssl_context
+    )
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),  # a node's cookie for one client is not for the others
+        headers=ASKED_ENCODING,
+        auto_decompress=False,
+        middlewares=middlewares,
+    )
+
+
+def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
+    """Make a socket with TCP keep-alive: a prefill may send nothing for long, and its host may vanish meanwhile."""
+    family, kind, protocol = address[:3]
+    connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    times = {
+        "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
+        "TCP_KEEPCNT": KEEPALIVE_COUNT,
+    }
+    for name, value in times.items():
+        if hasattr(socket, name):  # not every system has these names; its defaults apply there
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
+
+from .states import bound
 
 #: Points per node. The share of the keys of a node varies by about 1 / sqrt(POINTS), that is 8 %.
 POINTS = 160
@@ -34,16 +35,6 @@ class Ring:
             if name not in seen:
                 seen.add(name)
                 yield name
-
-
-def bound(loads: Mapping[str, int], factor: float) -> int:
-    """Return how many requests a node may have, the next one included: `factor` times its share, rounded up.
-
-    Args:
-        loads: The requests that each node has.
-        factor: At least 1. With 1, every node has its share exactly.
-    """
-    return math.ceil(factor * (sum(loads.values()) + 1) / len(loads))
 
 
 def choose(ring: Ring, key: bytes, loads: Mapping[str, int], factor: float) -> str:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from ..web.errors import ApiError, bad_request, note_answered
+from ..web.errors import ApiError, note_answered
 from ..web.fields import Fields
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event
-from .first_tokens import FirstToken
-from .handoffs import error_event
-from .nodes import NodeGoneError, UpstreamNode
-from .phases import Call
-from .reading import MAX_ANSWER_BYTES, NodeAnswer
-from .reply import PASSED_HEADERS, Reply, stream_headers
+from .performance import Performance, send_error, too_late
+from .reading import MAX_ANSWER_BYTES
 
-#: Most prompts per request.
-MAX_PROMPTS = 256
 #: Most prompts of one request that are in flight at a time.
 MAX_AT_ONCE = 16
 #: The most bytes of all whole answers to the prompts of one request.
@@ -30,65 +23,42 @@ MAX_MERGED_BYTES = 4 * MAX_ANSWER_BYTES
 #: Token counts that add up.
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
-Routed = Callable[[Call, Reply], Awaitable[web.StreamResponse]]
+#: Answers one prompt, given its number.
+AnswerOne = Callable[[int], Awaitable[web.StreamResponse]]
 
 
-def calls_of(call: Call) -> list[Call]:
-    """Split a request into one per prompt.
-
-    Raises:
-        ApiError: it has too many (400).
-    """
-    prompts = call.body.get("prompt")
-    if (
-        not isinstance(prompts, list)
-        or not prompts
-        or not all(isinstance(one, str | list) for one in prompts)
-    ):
-        return [call]
-    if len(prompts) > MAX_PROMPTS:
-        message = f"'prompt' has {len(prompts)} prompts: at most {MAX_PROMPTS} per request are possible"
-        raise bad_request(message, "prompt")
-    if len(prompts) == 1:
-        return [call]
-    return [
-        dataclasses.replace(
-            call,
-            body={**call.body, "prompt": prompt},
-            headers={**call.headers, "X-Request-Id": f"{call.request_id}-{number}"},
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-class MergedReply(Reply):
+class MergedAnswer:
     """The answer to a request with several prompts.
 
     Args:
-        call: The request as the client sent it.
+        body: The request as the client sent it.
     """
 
-    def __init__(self, request: web.Request, call: Call) -> None:
-        super().__init__(request)
-        self._id = f"cmpl-{call.request_id}"
-        self._headers = {"X-Request-Id": call.request_id}
-        self._num_answers = Fields(call.body).integer("n", 1)
+    def __init__(self, request: web.Request, body: Mapping[str, Any], request_id: str) -> None:
+        self._request = request
+        self._id = f"cmpl-{request_id}"
+        self._headers = {"X-Request-Id": request_id}
+        self._num_answers = Fields(body).integer("n", 1)
         self._num_bytes = 0
         self._usage: dict[str, Any] = {}
         self._closing: Mapping[str, Any] | None = None
+        self._stream: web.StreamResponse | None = None
         self._begun: asyncio.Future[Any]
 
-    async def answer(self, calls: Sequence[Call], routed: Routed) -> web.StreamResponse:
+    async def answer(self, num_prompts: int, answer_one: AnswerOne, limit_s: float) -> web.StreamResponse:
         """Answer all prompts.
+
+        Args:
+            limit_s: For all of it. 0: there is no limit.
 
         Raises:
             ApiError: a prompt cannot be answered, and no part of a stream was sent yet.
         """
         turns = asyncio.Semaphore(MAX_AT_ONCE)
 
-        async def answer_one(number: int, call: Call) -> web.StreamResponse:
+        async def answered(number: int) -> web.StreamResponse:
             async with turns:
-                response = await routed(call, _Part(self, number))
+                response = await answer_one(number)
             if response.status != 200:
                 raise _RefusedError(response)
             self._num_bytes += len(_body_of(response))
@@ -97,9 +67,10 @@ class MergedReply(Reply):
                 raise ApiError(502, message, kind="server_error")
             return response
 
-        tasks = [asyncio.create_task(answer_one(number, call)) for number, call in enumerate(calls)]
+        tasks = [asyncio.create_task(answered(number)) for number in range(num_prompts)]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            async with asyncio.timeout(limit_s or None) as limit:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failures = [task.exception() for task in tasks if task.done()]
             for failure in filter(None, failures):
                 if isinstance(failure, _RefusedError):
@@ -107,7 +78,7 @@ class MergedReply(Reply):
                         return failure.response
                     failure = ApiError(failure.response.status, failure.why, kind="server_error")
                 if isinstance(failure, ApiError):
-                    return await self.fail(failure)
+                    return await self._fail(failure)
                 raise failure
             if self._stream is None:
                 return self._merged([object_of(_body_of(task.result())) for task in tasks])
@@ -117,10 +88,20 @@ class MergedReply(Reply):
             note_answered(self._request, self._stream.status)
             await self._stream.write_eof()
             return self._stream
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return await self._fail(too_late(limit_s))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fail(self, error: ApiError) -> web.StreamResponse:
+        if self._stream is None:
+            raise error
+        await send_error(self._request, self._stream, error)
+        return self._stream
 
     def _merged(self, answers: Sequence[Mapping[str, Any]]) -> web.Response:
         if not all(answers):
@@ -185,56 +166,28 @@ class _RefusedError(Exception):
         self.why = _body_of(response)[:200].decode(errors="replace")
 
 
-class _Part(Reply):
-    """The answer to one of the prompts."""
+class Part(Performance):
+    """Follows the exchange of one of the prompts, and passes its answer on to the whole. See `of`."""
 
-    def __init__(self, merged: MergedReply, number: int) -> None:
-        super().__init__(merged._request)
-        self._merged_reply = merged
-        self._number = number
+    def of(self, merged: MergedAnswer, number: int) -> Part:
+        """Say which part it is of what."""
+        self._merged, self._number = merged, number
+        self._headers: Mapping[str, str] = {}
+        return self
 
-    async def begin(self, first: FirstToken, upstream: Mapping[str, str]) -> None:
-        """Pass on the first token of the answer to the prompt."""
-        self.first = first
-        await self._pass_on(first.events, stream_headers(upstream))
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self._headers = headers
+        self._whole = web.Response()  # of a stream, the parts are all that there is
 
-    async def end(self) -> web.StreamResponse:
-        """End an answer that had nothing but the first token."""
-        return web.Response()
-
-    async def _pass_on(self, events: Iterable[Event], headers: Mapping[str, str]) -> None:
+    async def _write(self, events: Sequence[Event]) -> None:
         for event in events:
-            await self._merged_reply.add_event(event, self._number, headers)
+            await self._merged.add_event(event, self._number, self._headers)
 
-    async def copy(self, node: UpstreamNode, upstream: NodeAnswer, *, continues: bool) -> web.StreamResponse:
-        """Pass a stream's events on, or return a whole answer. If the node is lost in the middle, the answer fails.
+    async def _finish(self) -> None:
+        return
 
-        Raises:
-            ApiError: the stream broke, or an event of it is an error.
-            OtherTokenError: See `Reply.copy`.
-        """
-        rewritten = self._continued(upstream, continues=continues)
-        headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
-        if not upstream.is_stream:
-            headers.setdefault("Content-Type", "application/json")
-            return web.Response(
-                body=self.taker.whole(upstream.payload), status=upstream.status, headers=headers
-            )
-        arrived: list[Event] | None = upstream.events
-        try:
-            while arrived is not None:
-                events = rewritten(arrived)
-                if error_event(events):
-                    self.explain(events)
-                self._note(events)
-                await self._pass_on(events, headers)
-                async with node.exchange():
-                    arrived = await upstream.more()
-        except NodeGoneError as error:
-            self.lost = error
-            lost = f"the answer was lost in the middle: {await error.explained()}"
-            raise ApiError(502, lost, kind="server_error") from error
-        return web.Response()
+    async def _fail(self, error: ApiError) -> None:
+        self._refusal = error
 
 
 def _choices(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,3 +194,13 @@ class NodeStatus:
     def name_again(self) -> None:
         """Return from `LEAVING`, because a source names the node again. A check has to find out how it is."""
         self.state = NodeState.UNKNOWN
+
+
+def bound(loads: Mapping[str, int], factor: float) -> int:
+    """Return how many requests a node may have, the next one included: `factor` times its share, rounded up.
+
+    Args:
+        loads: The requests that each node has.
+        factor: At least 1. With 1, every node has its share exactly.
+    """
+    return math.ceil(factor * (sum(loads.values()) + 1) / len(loads))

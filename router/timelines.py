@@ -285,7 +285,7 @@ class Timeline:
             add("routing", prefill.sent_s)
             if prefill.figures.is_split:
                 add("queue", prefill.sent_s + prefill.figures.queue_s, prefill.node)
-            # In a rendezvous, the prefill node's answer may reach the router after the first token.
+            # If both were asked at once, the prefill node's answer may reach the router after the first token.
             until_s = last_s if prefill.ended_s is None else prefill.ended_s
             if first_s is not None:
                 until_s = min(until_s, first_s - exposed_s)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.router.policies import PrefixAffinity, prefix_key
-from kvferry.router.ring import Ring, bound, choose
+from kvferry.router.ring import Ring, choose
+from kvferry.router.states import bound
 
 KEYS = [f"key {index}".encode() for index in range(2000)]
 

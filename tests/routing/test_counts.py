@@ -34,7 +34,7 @@ EVENTS = b'data: {"choices": [{"text": "one"}]}\n\n' + DONE
 
 
 class Node:
-    """A prefill or decode node that can meet.
+    """A prefill or decode node that can be asked at once with another one.
 
     Args:
         holds: Keeps each stream open after its last event.

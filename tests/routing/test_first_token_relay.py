@@ -17,7 +17,7 @@ DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_lease": "1"}
 #: What the nodes say that can be asked at once.
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
-MEETING = {**PARAMS, **WHERE, "rendezvous_supported": True, "prefill_chunk_tokens": 8}
+WITH_PLACE = {**PARAMS, **WHERE, "rendezvous_supported": True, "prefill_chunk_tokens": 8}
 REST = b'data: {"choices": [{"text": "rest"}]}\n\ndata: [DONE]\n\n'
 MODEL = "0123456789abcdef"
 #: Of nine tokens, by the router's estimate.
@@ -222,7 +222,7 @@ async def test_a_decode_node_that_was_asked_at_once_begins_with_the_same_token()
     may_answer = asyncio.Event()
     may_answer.set()
     own = event("t1", created=6), event("t2", created=6), b"data: [DONE]\n\n"
-    prefill, decode = Prefill(params=MEETING), Decode(streamed(*own, after=may_answer))
+    prefill, decode = Prefill(params=WITH_PLACE), Decode(streamed(*own, after=may_answer))
     async with asyncio.timeout(DEADLINE_S), routed([prefill], [decode]) as client:
         await introduce(client, prefill, decode)
         may_answer.clear()
@@ -238,7 +238,7 @@ async def test_a_decode_node_that_was_asked_at_once_begins_with_the_same_token()
 
 @pytest.mark.parametrize("prompt", ["p" * 33, "", [7] * 8])
 async def test_for_a_prompt_of_one_chunk_the_decode_node_is_asked_to_continue(prompt: Any) -> None:
-    prefill, decode = Prefill(params=MEETING), Decode(stream_rest)
+    prefill, decode = Prefill(params=WITH_PLACE), Decode(stream_rest)
     async with routed([prefill], [decode]) as client:
         await introduce(client, prefill, decode)
         assert await ask(client, prompt=prompt) == (200, event("t1") + REST)
@@ -250,7 +250,7 @@ async def test_for_a_prompt_of_one_chunk_the_decode_node_is_asked_to_continue(pr
 
 
 async def test_a_decode_node_that_answers_first_begins_the_answer() -> None:
-    prefill, decode = Prefill(params=MEETING), Decode(streamed(event("t1", created=6), REST))
+    prefill, decode = Prefill(params=WITH_PLACE), Decode(streamed(event("t1", created=6), REST))
     async with asyncio.timeout(DEADLINE_S), routed([prefill], [decode]) as client:
         await introduce(client, prefill, decode)
         prefill.hold = asyncio.Event()
@@ -262,7 +262,7 @@ async def test_a_decode_node_that_answers_first_begins_the_answer() -> None:
 
 
 async def test_a_whole_answer_comes_from_the_decode_node() -> None:
-    prefill, decode = Prefill(params=MEETING), Decode(stream_rest)
+    prefill, decode = Prefill(params=WITH_PLACE), Decode(stream_rest)
     async with routed([prefill], [decode]) as client:
         await introduce(client, prefill, decode)
 
@@ -285,7 +285,7 @@ async def test_a_decode_node_that_chose_another_token_continues_after_the_client
         found: web.StreamResponse = await next(answers)(request)
         return found
 
-    prefill, decode = Prefill(params=MEETING), Decode(answer)
+    prefill, decode = Prefill(params=WITH_PLACE), Decode(answer)
     async with asyncio.timeout(DEADLINE_S), routed([prefill], [decode]) as client:
         await introduce(client, prefill, decode)
         async with client.post("/v1/completions", json=STREAM) as response:
@@ -307,7 +307,7 @@ async def test_a_decode_node_that_is_lost_after_the_first_token_is_replaced_by_o
         body = await request.json()
         return await (die if "rendezvous" in body["kv_transfer_params"] else stream_rest)(request)
 
-    prefill, decodes = Prefill(params=MEETING), [Decode(answer), Decode(answer)]
+    prefill, decodes = Prefill(params=WITH_PLACE), [Decode(answer), Decode(answer)]
     async with asyncio.timeout(DEADLINE_S), routed([prefill], decodes) as client:
         await introduce(client, prefill, *decodes)
         sent.clear()
@@ -322,7 +322,7 @@ async def test_a_decode_node_that_is_lost_after_the_first_token_is_replaced_by_o
 
 
 async def test_a_token_that_ends_the_answer_is_left_to_a_decode_node_that_was_asked_at_once() -> None:
-    prefill, decode = Prefill(params=MEETING, is_all=True), Decode(stream_rest)
+    prefill, decode = Prefill(params=WITH_PLACE, is_all=True), Decode(stream_rest)
     async with routed([prefill], [decode]) as client:
         await introduce(client, prefill, decode)
         decode.answer = streamed(event("all"), b"data: [DONE]\n\n")

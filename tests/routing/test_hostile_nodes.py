@@ -32,7 +32,7 @@ OFFER = {
     "remote_port": 1,
 }
 #: With these, a later request asks both nodes at once.
-MEETING = {
+WITH_PLACE = {
     **OFFER,
     "remote_epoch": "5",
     "remote_addresses": ["shm:x"],
@@ -145,7 +145,7 @@ async def test_in_a_rendezvous_a_prefill_answer_that_does_not_end_is_a_failure()
         if len(prefill.asked) == 2:
             assert prefill.asked[1]["kv_transfer_params"]["rendezvous"]
             return await endless(request)
-        return web.json_response({"kv_transfer_params": MEETING})
+        return web.json_response({"kv_transfer_params": WITH_PLACE})
 
     async def after_the_offer(request: web.Request) -> web.StreamResponse:
         if len(decode.asked) == 2:

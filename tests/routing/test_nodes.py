@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from kvferry.router.app import kept_alive_socket
 from kvferry.router.nodes import UpstreamNode
+from kvferry.router.reading import kept_alive_socket
 from kvferry.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
 

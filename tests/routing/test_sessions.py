@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.nodes import UpstreamNode
-from kvferry.router.sessions import MAX_OFFER_CHARS, Answer, AnswerTaker, Sessions
+from kvferry.router.sessions import MAX_OFFER_CHARS, Answer, Conversation, Sessions, take_offer
 from tests.support.fake_nodes import routed
 
 PROMPT_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[3]]}
@@ -167,29 +167,39 @@ async def test_an_offer_that_no_turn_can_use_is_not_asked_for_and_if_made_taken_
     assert all(params["do_release"] for params in decode.releases)
 
 
+def remembered(sessions: Sessions, key: bytes | None, number: int, prefill_url: str = "") -> Answer | None:
+    answer = Answer.of(UpstreamNode("decode", "http://d"), answer_params(number))
+    return sessions.remember(key, Conversation(prefill_url, answer))
+
+
 def test_of_two_turns_at_the_same_time_the_later_answer_stays_and_the_other_is_of_no_use() -> None:
-    sessions, node = Sessions(), UpstreamNode("decode", "http://d")
-    first, second = (sessions.begin({}, SESSION) for _ in range(2))
-    assert first.end(Answer.of(node, answer_params(1))) is None
-    unused = second.end(Answer.of(node, answer_params(2)))
+    sessions = Sessions()
+    (first, _), (second, _) = (sessions.begin({}, SESSION) for _ in range(2))
+    assert remembered(sessions, first, 1) is None
+    unused = remembered(sessions, second, 2)
     assert unused is not None
     assert unused.params["remote_request_id"] == "r1"
+
+
+def test_an_answer_of_a_request_that_belongs_to_no_conversation_is_of_no_use() -> None:
+    assert remembered(sessions := Sessions(), None, 1) is not None
+    assert len(sessions) == 0
 
 
 class TestWhichConversation:
     def turn(self, sessions: Sessions, *texts: str, **headers: str) -> Any:
         messages = [{"role": "user", "content": text} for text in texts]
-        return sessions.begin({"model": "m", "messages": messages}, headers)
+        return sessions.begin({"model": "m", "messages": messages}, headers)[1]
 
-    def end(self, turn: Any, number: int = 1) -> None:
-        node = UpstreamNode("decode", "http://d")
-        turn.prefill_url = f"http://p{number}"
-        turn.end(Answer.of(node, answer_params(number)))
+    def end(self, sessions: Sessions, *texts: str, number: int = 1, **headers: str) -> None:
+        messages = [{"role": "user", "content": text} for text in texts]
+        key, _ = sessions.begin({"model": "m", "messages": messages}, headers)
+        remembered(sessions, key, number, f"http://p{number}")
 
     def test_a_chat_continues_the_longest_one_that_it_begins_with(self) -> None:
         sessions = Sessions()
-        self.end(self.turn(sessions, "a"), 1)
-        self.end(self.turn(sessions, "a", "b", "c"), 2)
+        self.end(sessions, "a")
+        self.end(sessions, "a", "b", "c", number=2)
         assert sessions.num_answers == 2
         longer = self.turn(sessions, "a", "b", "c", "d", "e")
         assert (longer.prefill_url, longer.take_answer().params["remote_request_id"]) == ("http://p2", "r2")
@@ -201,54 +211,47 @@ class TestWhichConversation:
 
     def test_callers_with_other_keys_never_share_one(self) -> None:
         sessions = Sessions()
-        self.end(self.turn(sessions, "a", Authorization="Bearer one"))
+        self.end(sessions, "a", Authorization="Bearer one")
         assert self.turn(sessions, "a", "b", "c", Authorization="Bearer two").take_answer() is None
         assert self.turn(sessions, "a", "b", "c", Authorization="Bearer one").take_answer() is not None
 
     def test_an_answer_whose_lease_has_run_out_is_not_sent(self) -> None:
         sessions = Sessions()
-        turn = self.turn(sessions, "a")
-        turn.end(Answer.of(UpstreamNode("decode", "http://d"), {**answer_params(), "answer_lease_s": 0.0}))
+        key, _ = sessions.begin({"model": "m", "messages": [{"role": "user", "content": "a"}]}, {})
+        answer = Answer.of(UpstreamNode("decode", "http://d"), {**answer_params(), "answer_lease_s": 0.0})
+        sessions.remember(key, Conversation(answer=answer))
         assert sessions.num_answers == 0
         assert self.turn(sessions, "a", "b").take_answer() is None
 
     def test_only_so_many_are_remembered(self) -> None:
         sessions = Sessions(max_conversations=2)
         for text in "abc":
-            self.end(self.turn(sessions, text))
+            self.end(sessions, text)
         assert len(sessions) == 2
         assert self.turn(sessions, "a", "b").take_answer() is None
 
 
 @pytest.mark.parametrize("lease", ["1" + "0" * 400, "-1", "NaN", "Infinity", "true", '"9"', "[]", "1e300"])
 def test_an_answer_with_a_lease_that_is_none_is_not_kept(lease: str) -> None:
-    taker = AnswerTaker()
-    noted: list[Answer] = []
-    taker.note = lambda params: noted.append(Answer.of(UpstreamNode("decode", "http://d"), params))
-    assert taker.whole(b'{"kv_transfer_params": {"answer_lease_s": ' + lease.encode() + b"}}") == (
-        b'{"kv_transfer_params": null}'
-    )
-    (answer,) = noted
+    rest, params = take_offer(b'{"kv_transfer_params": {"answer_lease_s": ' + lease.encode() + b"}}")
+    assert rest == b'{"kv_transfer_params": null}'
+    assert params is not None
+    answer = Answer.of(UpstreamNode("decode", "http://d"), params)
     assert answer.usable_until <= time.monotonic() + 1
 
 
 def test_an_offer_that_is_too_long_is_taken_out_and_not_kept() -> None:
-    taker = AnswerTaker()
     offer = json.dumps({"answer_lease_s": 60, "remote_block_ids": "x" * MAX_OFFER_CHARS}).encode()
-    assert taker.whole(b'{"kv_transfer_params":' + offer + b', "a": 1}') == (
-        b'{"kv_transfer_params": null, "a": 1}'
-    )
-    assert taker.params is None
+    taken = take_offer(b'{"kv_transfer_params":' + offer + b', "a": 1}')
+    assert taken == (b'{"kv_transfer_params": null, "a": 1}', None)
 
 
 @pytest.mark.parametrize("depth", [2_000, 200_000])
 def test_params_that_are_nested_deep_are_no_offer(depth: int) -> None:
     payload = b'{"kv_transfer_params":' + b"[" * depth + b"]" * depth + b"}"
-    assert AnswerTaker().whole(payload) == payload
+    assert take_offer(payload) == (payload, None)
 
 
 def test_params_of_other_systems_reach_the_client() -> None:
-    taker = AnswerTaker()
     payload = json.dumps({"kv_transfer_params": {"remote_engine_id": "x"}}).encode()
-    assert taker.whole(payload) == payload
-    assert taker.params is None
+    assert take_offer(payload) == (payload, None)

@@ -10,9 +10,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
-from kvferry.router.app import DecodeAlone, Router
+from kvferry.router.app import Router
 from kvferry.router.nodes import NodePool
+from kvferry.router.performance import DecodeAlone
 from kvferry.router.states import NodeState
+from kvferry.router.ways import Options
 from kvferry.web.errors import error_middleware
 
 #: Seconds for the first health check of a fake node.
@@ -51,8 +53,7 @@ async def routed(
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
         router = Router(
             *pools,
-            rendezvous=rendezvous,
-            first_token=first_token,
+            options=Options(rendezvous, first_token),
             answer_timeout_s=answer_timeout_s,
             check_interval_s=check_interval_s,
             check_timeout_s=check_timeout_s,

@@ -1,0 +1,681 @@
+"""One request on its way through the nodes: what has happened so far, and what follows from it.
+
+Events come in as calls of `Exchange`, and each returns the actions that follow, in their order; `performance` does them and
+reports what comes of it. There is no I/O, clock or task here, so that a simulator can try every order of answers, losses and
+leaving clients. `docs/router.md` has the table of states.
+
+What must never break: the client gets each byte of one answer, once and in order, and one end. Each offer that was opened is
+settled once, and released unless a decode node has it. After the end no node is asked for anything.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..connector.p2p.params import RENDEZVOUS
+from ..web.errors import ApiError
+from ..web.json_body import object_of
+from ..web.sse import DONE, Event, Filter
+from .first_tokens import FirstToken, OtherTokenError
+from .sessions import Answer, Conversation, take_offer
+
+if TYPE_CHECKING:
+    from .nodes import Tried, UpstreamNode
+
+#: The result of an offer. The decode node reports `loaded`, `failed` or `none` (there was nothing to load). `unknown`: it
+#: answered without such a report. `unanswered`: it was lost, it refused the request, or the client left first.
+Result = Literal["loaded", "failed", "none", "unknown", "unanswered"]
+#: How a decode node got the cache of a prompt.
+Source = Literal["rendezvous", "in_turn", "without_offer", "alone"]
+#: What the log and the metrics learn.
+Fact = Literal[
+    "prefill lost",
+    "decode lost",
+    "answer not loaded",
+    "prefill lost late",
+    "alone",
+    "without offer",
+    "other token",
+]
+#: The headers of a node's answer that the client receives.
+PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
+#: Of the events that report on an answer, the last ones are kept; a longer one is not a report.
+MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
+_REPORTS = (b'"metrics"', b'"usage"', b'"error"')
+
+
+class State(enum.Enum):
+    """What is under way. `docs/router.md` has the table of changes."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    RENDEZVOUS = "rendezvous"
+    DECODING = "decoding"
+    CONTINUING = "continuing"
+    ENDED = "ended"
+
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.PREFILLING, State.RENDEZVOUS, State.ENDED}),
+    State.PREFILLING: frozenset({State.DECODING, State.CONTINUING, State.ENDED}),
+    State.RENDEZVOUS: frozenset({State.QUEUED, State.DECODING, State.ENDED}),
+    State.DECODING: frozenset({State.QUEUED, State.CONTINUING, State.ENDED}),
+    State.CONTINUING: frozenset({State.QUEUED, State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The cache that a prefill node holds for a decode node.
+
+    Attributes:
+        params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router made.
+        name: Of the rendezvous; empty: it is none, and the prompt is computed.
+        first: The answer's first token, if the prefill node has sampled it for the client. Otherwise None.
+        headers: Of the prefill node's answer.
+    """
+
+    node: UpstreamNode
+    params: Mapping[str, Any]
+    name: str = ""
+    first: FirstToken | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The beginning of a decode node's answer: all of it, or the first events of a stream.
+
+    Attributes:
+        result: What became of the offer.
+        error: Why the load failed, or the request; empty if neither is said to have.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    is_stream: bool
+    payload: bytes
+    events: Sequence[Event]
+    result: Result
+    error: str = ""
+
+
+# -- actions -----------------------------------------------------------------------------------------
+
+
+class Action:
+    """What an exchange wants done."""
+
+    __slots__ = ()
+
+
+class Bookkeeping(Action):
+    """What takes no time, and is done even if the client has left before it is its turn."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Action):
+    """Decide how the request goes on: report `placed` or `no_decode_node`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrefill(Action):
+    """Ask a prefill node to compute the prompt, with these keys of `kv_transfer_params`, and to load an earlier answer.
+
+    Attributes:
+        node: To be asked, if the decode node is asked at once. None: any that has not been tried.
+    """
+
+    node: UpstreamNode | None = None
+    wish: Mapping[str, Any] = field(default_factory=dict)
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseDecode(Action):
+    """Choose a decode node: report `decode_chosen` or `no_decode_node`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskDecode(Action):
+    """Ask a decode node for the answer, with the offer of these params, to continue after a token."""
+
+    node: UpstreamNode
+    params: Mapping[str, Any] | None
+    after: FirstToken | None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPrefill(Action):
+    """Wait a moment for the end of the request to the prefill node."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrefill(Bookkeeping):
+    """End the request to the prefill node, if it still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndDecode(Bookkeeping):
+    """End the request to the decode node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Bookkeeping):
+    """Count an offer of its node."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(Bookkeeping):
+    """Count what became of an offer, once. The decode node is None if none got the offer."""
+
+    offer: Offer
+    decode: UpstreamNode | None
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Explained(Bookkeeping):
+    """Report why a load has failed; empty if the node has not said."""
+
+    offer: Offer
+    decode: UpstreamNode
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Bookkeeping):
+    """Tell the prefill node that no node will load its offer."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Bookkeeping):
+    """Remember this turn, with the offer of its answer for the next one; None: the answer ended without an offer."""
+
+    node: UpstreamNode
+    params: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Note(Bookkeeping):
+    """Tell log and metrics."""
+
+    fact: Fact
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(Action):
+    """Begin the client's stream."""
+
+    status: int
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Action):
+    """Send events to the client. `is_first`: they are the prefill node's token."""
+
+    events: Sequence[Event]
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendWhole(Action):
+    """Send an answer that is no stream, which ends it."""
+
+    status: int
+    headers: Mapping[str, str]
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End(Action):
+    """End the client's stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Action):
+    """End with an error: as the whole answer, or as an event if the stream has begun."""
+
+    error: ApiError
+
+
+Actions = list[Action]
+
+
+class Exchange:
+    """One request for one answer, or several, to one prompt.
+
+    Args:
+        body: What the client sent, as all nodes get it.
+        headers: For all nodes. They share one request id, as vLLM's nodes require.
+        key: Of the conversation that the request is a turn of. None: it belongs to none.
+        conversation: What is known of it.
+        explain: Says why no cache can be handed over to a node from another one, by what both have said; empty if it can.
+
+    Attributes:
+        prefill_url: Of the node that has computed the prompt, or most of it in earlier turns.
+        tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
+        may_ask_both: Both nodes may be asked at once. False after that has failed.
+        offer: Of the present attempt; None: there is none.
+        decode: The decode node that was asked last.
+        token: The first token of the answer, if the client has it from a prefill node. Every decode node must continue after it.
+        failure: What ended the answer. None if nothing did.
+        is_complete: The client has been sent the end of a stream, so that it may leave.
+        tail: The last events of the stream with a report of the node: figures, or an error.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        *,
+        key: bytes | None = None,
+        conversation: Conversation | None = None,
+        explain: Callable[[UpstreamNode, UpstreamNode], str] = lambda decode, prefill: "",
+    ) -> None:
+        self.path, self.body, self.headers = path, body, headers
+        self.key, self.conversation = key, conversation or Conversation()
+        self.prefill_url = self.conversation.prefill_url
+        self.tried_prefill: Tried = {}
+        self.tried_decode: Tried = {}
+        self.state = State.QUEUED
+        self.may_ask_both = True
+        self.is_alone = False
+        self.offer: Offer | None = None
+        self.decode: UpstreamNode | None = None
+        self.token: FirstToken | None = None
+        self.failure: ApiError | None = None
+        self.is_complete = False
+        self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
+        self._explain = explain
+        self._prefill_runs = self._decode_runs = False
+        self._has_answer = False  # the prefill node was asked to load an earlier answer
+        self._has_begun = False
+        self._has_kept = False
+        self._result: Result | None = None  # of the offer; None while it is open
+        self._error = ""  # why the load of the offer failed
+        self._after: FirstToken | None = None  # that the decode node was asked to continue after
+        self._change: Filter = _unchanged
+
+    def __repr__(self) -> str:
+        return f"<exchange {self.request_id!r}: {self.state.value}>"
+
+    @property
+    def request_id(self) -> str:
+        return self.headers["X-Request-Id"]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the client wants a stream."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def source(self) -> Source:
+        """How the decode node gets the cache of the prompt."""
+        if self.is_alone:
+            return "alone"
+        if self.offer is None:
+            return "without_offer"
+        return "rendezvous" if self.offer.name else "in_turn"
+
+    def _move(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self!r} cannot become {state.value}"
+        self.state = state
+
+    # -- the beginning of an attempt -----------------------------------------------------------------
+
+    def begin(self) -> Actions:
+        """Begin with a request that was let in."""
+        return [Place()]
+
+    def placed(self, offer: Offer | None = None, decode: UpstreamNode | None = None) -> Actions:
+        """Go on as was decided.
+
+        Args:
+            offer: That the prefill node is to make, in a rendezvous. None: a prefill node is asked first.
+            decode: That is to claim it.
+        """
+        self.offer, self.decode, self._result, self._error = offer, None, None, ""
+        self.tried_prefill = {}
+        self.is_alone = False
+        if offer is None or decode is None:
+            self._move(State.PREFILLING)
+            return self._ask_prefill()
+        self._move(State.RENDEZVOUS)
+        self._prefill_runs = True
+        # The prefill node needs its request first.
+        ask = AskPrefill(offer.node, {RENDEZVOUS: offer.name})
+        return [Opened(offer), ask, self._ask_decode(decode, offer.params, None)]
+
+    def _ask_prefill(self) -> Actions:
+        self._prefill_runs = True
+        answer = self.conversation.take_answer()  # which can be loaded once
+        self._has_answer = answer is not None
+        return [AskPrefill(answer=answer)]
+
+    def _ask_decode(
+        self, node: UpstreamNode, params: Mapping[str, Any] | None, after: FirstToken | None
+    ) -> AskDecode:
+        self._decode_runs = True
+        self.decode, self._after = node, after
+        return AskDecode(node, params, after)
+
+    # -- what comes of a prefill ---------------------------------------------------------------------
+
+    def prefill_answered(self, offer: Offer | None, *, is_answer: bool = False) -> Actions:
+        """Go on with a prompt that is computed.
+
+        Args:
+            offer: None if the node made none.
+            is_answer: Its first token is the whole answer, and a decode node would have given the same.
+        """
+        self._prefill_runs = False
+        first = None if offer is None else offer.first
+        if self.state is State.RENDEZVOUS:
+            can_pass = self.is_stream and self.token is None and first is not None and not first.is_all
+            # The decode node ends an answer of one token itself.
+            if offer is not None and first is not None and can_pass and self._continues(first):
+                return self._pass(first, offer)
+            return []
+        if self.state is not State.PREFILLING:
+            return []  # the decode node has all of it, or nobody needs it any more
+        self.offer = offer
+        if offer is None:
+            return [ChooseDecode()]
+        if first is not None and is_answer and self.token is None:
+            return [Opened(offer), *self._end_with(first, offer)]
+        return [Opened(offer), ChooseDecode()]
+
+    def prefill_lost(self, error: Exception) -> Actions:
+        """Go on without a prefill node that failed; another one may succeed."""
+        self._prefill_runs = False
+        if self.state is State.RENDEZVOUS:
+            self.may_ask_both = False
+            # A decode node that was only waiting for the prefill may be asked again.
+            self.tried_decode = {
+                node: error for node, error in self.tried_decode.items() if error is not None
+            }
+            return self._again(Note("prefill lost", error))
+        if self.state is not State.PREFILLING:
+            return [Note("prefill lost late", error)]
+        if not self._has_answer:
+            return [Note("prefill lost", error), *self._ask_prefill()]
+        # A node whose policy is to fail such a request would otherwise let the client pay for an offer that has expired.
+        self.tried_prefill.clear()
+        return [Note("answer not loaded", error), *self._ask_prefill()]
+
+    def prefill_refused(self, error: ApiError) -> Actions:
+        """End with a prefill node's refusal, which no other node would answer otherwise, unless an answer was to be loaded."""
+        if self.state is State.RENDEZVOUS or (self.state is State.PREFILLING and not self._has_answer):
+            self._prefill_runs = False
+            return self._fail(error)
+        return self.prefill_lost(error)
+
+    def no_prefill_node(self, error: ApiError, *, may_decode_alone: bool) -> Actions:
+        """Let a decode node compute the prompt, or end."""
+        if self.state is not State.PREFILLING:
+            return self.prefill_lost(error)
+        self._prefill_runs = False
+        if not may_decode_alone:
+            return self._fail(self._in_the_middle(error))
+        self.is_alone = True
+        return [Note("alone", error), ChooseDecode()]
+
+    # -- what comes of a decode ----------------------------------------------------------------------
+
+    def decode_chosen(self, node: UpstreamNode) -> Actions:
+        """Ask a decode node, and let the client have the first token before it answers."""
+        offer, passing = self.offer, Actions()
+        self.decode = node
+        after = self.token
+        if after is None and offer is not None and offer.first is not None and self._continues(offer.first):
+            after = offer.first
+            passing = self._pass(after, offer) if self.is_stream else []
+        self._move(State.DECODING if after is None else State.CONTINUING)
+        return [*passing, self._ask_decode(node, None if offer is None else offer.params, after)]
+
+    def no_decode_node(self, error: ApiError) -> Actions:
+        """End: no decode node can take the request."""
+        return self._fail(self._in_the_middle(error))
+
+    def decode_lost(self, error: Exception) -> Actions:
+        """Begin again without a decode node that failed before its answer: the offer is gone with it."""
+        self._decode_runs = False
+        # In a rendezvous a node chooses the first token, so it cannot continue after one that the client has.
+        self.may_ask_both = self.may_ask_both and self.token is None
+        return self._again(Note("decode lost", error))
+
+    def decode_answered(self, begun: Begun) -> Actions:
+        """Pass on the beginning of an answer. From now on a failure of the prefill is the decode node's concern."""
+        self._error = self._error or begun.error
+        actions = self._settle(begun.result)
+        if self.state is State.RENDEZVOUS:
+            self._move(State.DECODING)
+        has_failed = begun.is_stream or begun.status >= 500
+        if has_failed and (explained := self._explained()):
+            return actions + self._fail(explained)
+        if self.offer is None and not self.is_alone and begun.result != "loaded":
+            # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
+            actions.append(Note("without offer"))
+        if self.token is not None and (begun.status != 200 or not begun.is_stream):
+            return actions + self._fail(_not_continued(begun))
+        headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
+        if not begun.is_stream:
+            payload, params = take_offer(begun.payload)
+            actions += self._keep(params)
+            headers.setdefault("Content-Type", "application/json")
+            return [*actions, *self._end(SendWhole(begun.status, headers, payload))]
+        if self.token is not None:
+            self._change = self.token.removed() if self._after is None else self.token.continued()
+        elif not self._has_begun:
+            self._has_begun = True
+            actions.append(Begin(begun.status, {**headers, "Cache-Control": "no-cache"}))
+        return actions + self.events_arrived(begun.events)
+
+    def events_arrived(self, events: Iterable[Event]) -> Actions:
+        """Pass on events of the decode node's stream."""
+        actions, sent = Actions(), list[Event]()
+        for event in events:
+            raw, params = take_offer(event.raw)
+            sent.append(event if raw is event.raw else Event(raw))
+            actions += self._keep(params) if params is not None else []
+        try:
+            sent = [changed for event in sent for changed in self._change(event)]
+        except OtherTokenError:
+            unused = (action for action in actions if isinstance(action, Keep) and action.params)
+            return self._ask_to_continue([Release(Offer(each.node, each.params or {})) for each in unused])
+        if any(b'"error"' in event.raw and "error" in event.content for event in sent):
+            # vLLM begins a chat's stream before it says that the load has failed.
+            actions += self._read_errors(sent)
+            if explained := self._explained():
+                return actions + self._fail(explained)
+        for event in sent:
+            if len(event.raw) <= MAX_TAIL_EVENT_BYTES and any(word in event.raw for word in _REPORTS):
+                self.tail.append(event)
+            self.is_complete = event.is_done
+        return [*actions, Send(sent)] if sent else actions
+
+    def decode_broke(self, error: ApiError) -> Actions:
+        """End an answer whose node was lost in the middle: no other node can give the rest."""
+        return self._fail(error)
+
+    def decode_ended(self) -> Actions:
+        """End a stream that is complete."""
+        return [*self._finish(), *self._end(End())]
+
+    def _finish(self) -> Actions:
+        return [*self._read_errors(self.tail), *([] if self._has_kept else self._keep(None))]
+
+    # -- ends ----------------------------------------------------------------------------------------
+
+    def client_left(self) -> Actions:
+        """End for a client that waits no longer. It may leave as soon as it has read the end of a stream."""
+        if self.state is State.ENDED:
+            return []
+        actions = [*(self._finish() if self.is_complete else []), *self._drop()]
+        self._move(State.ENDED)
+        return actions
+
+    def failed(self, error: ApiError) -> Actions:
+        """End for a reason of the router itself, such as its limit on the time of an answer."""
+        return [] if self.state is State.ENDED else self._fail(error)
+
+    def _fail(self, error: ApiError) -> Actions:
+        self.failure = error
+        actions = self._drop()
+        self._move(State.ENDED)
+        return [*actions, Fail(error)]
+
+    def _end(self, last: Action) -> Actions:
+        """End well. The prefill node of a rendezvous may need a moment longer."""
+        patience: Actions = [AwaitPrefill(), EndPrefill()] if self._prefill_runs else []
+        self._prefill_runs = self._decode_runs = False
+        self._move(State.ENDED)
+        return [*self._close(), EndDecode(), last, *patience]
+
+    def _end_with(self, first: FirstToken, offer: Offer) -> Actions:
+        """End with an answer of one token. No node will load the offer."""
+        self.offer = offer
+        actions = self._drop()
+        self._move(State.ENDED)
+        if first.whole is None:
+            self.is_complete = True
+            return [*actions, *self._begin(first, offer), Send([DONE]), End()]
+        headers = {
+            "X-Request-Id": offer.headers.get("X-Request-Id", self.request_id),
+            "X-KV-Transfer": "none",
+        }
+        return [
+            *actions,
+            SendWhole(200, {**headers, "Content-Type": "application/json"}, json.dumps(first.whole).encode()),
+        ]
+
+    def _again(self, note: Note) -> Actions:
+        actions = self._drop()
+        self._move(State.QUEUED)
+        return [note, *actions, Place()]
+
+    def _drop(self) -> Actions:
+        """End both requests, and release the offer if no decode node has answered."""
+        ends: Actions = [EndPrefill()] if self._prefill_runs else []
+        ends += [EndDecode()] if self._decode_runs else []
+        self._prefill_runs = self._decode_runs = False
+        return [*ends, *self._settle("unanswered"), *self._close()]
+
+    # -- the offer -----------------------------------------------------------------------------------
+
+    def _settle(self, result: Result) -> Actions:
+        if self.offer is None or self._result is not None:
+            return []
+        self._result = result
+        actions: Actions = [Settled(self.offer, self.decode, result)]
+        if result in ("failed", "unanswered"):
+            return [*actions, *self._release(self.offer)]
+        if result == "none" and self._prefill_runs:
+            self._prefill_runs = False
+            actions.append(
+                EndPrefill()
+            )  # the decode node had the prompt, so nothing needs the rest of the prefill
+        return actions
+
+    def _release(self, offer: Offer) -> Actions:
+        # End a prefill that still runs before the release, because a producer may treat the release of an unfinished offer as an
+        # abort of its request.
+        ends: Actions = [EndPrefill()] if self._prefill_runs else []
+        self._prefill_runs = False
+        return [*ends, Release(offer)]
+
+    def _close(self) -> Actions:
+        """Report a load that failed; by now its reason is known, if the node has given one."""
+        if self.offer is None or self._result != "failed" or self.decode is None:
+            return []
+        return [Explained(self.offer, self.decode, self._error)]
+
+    def _read_errors(self, events: Iterable[Event]) -> Actions:
+        """Look for the reason of a failure in events; release an offer that was not loaded by what the node says there."""
+        was_known = bool(self._error)
+        for event in reversed(list(events)):
+            self._error = self._error or error_in(event.content)
+        if was_known or not self._error or self.offer is None or self._result != "unknown":
+            return []
+        return self._release(self.offer)  # a release of what was loaded does nothing
+
+    def _explained(self) -> ApiError | None:
+        """Say why a server of vLLM could not load the prompt, which the server itself only tells its log."""
+        if self.offer is None or self.decode is None or not self._error or self._result == "loaded":
+            return None
+        difference = self._explain(self.decode, self.offer.node)
+        return ApiError(500, f"{self._error}: {difference}", kind="server_error") if difference else None
+
+    # -- the client ----------------------------------------------------------------------------------
+
+    def _continues(self, first: FirstToken) -> bool:
+        return self.decode is not None and first.can_continue_at(self.decode.abilities)
+
+    def _pass(self, first: FirstToken, offer: Offer) -> Actions:
+        self.token = first
+        return self._begin(first, offer)
+
+    def _begin(self, first: FirstToken, offer: Offer) -> Actions:
+        self._has_begun = True
+        known = {name: offer.headers[name] for name in ("X-Request-Id",) if name in offer.headers}
+        headers = {**known, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        return [Begin(200, headers), Send(first.events, is_first=True)]
+
+    def _ask_to_continue(self, releases: Actions) -> Actions:
+        """Ask again: two logits were almost equal. What the client has seen stays, and the node has the prompt by now."""
+        assert self.decode is not None, "it has answered"
+        self._move(State.CONTINUING)
+        return [Note("other token"), *releases, EndDecode(), self._ask_decode(self.decode, None, self.token)]
+
+    def _keep(self, params: Mapping[str, Any] | None) -> Actions:
+        # Before the client has the events: it may take its next turn as soon as it has read the last one.
+        assert self.decode is not None, "it has answered"
+        self._has_kept = True
+        return [Keep(self.decode, params)]
+
+    def _in_the_middle(self, error: ApiError) -> ApiError:
+        if self.token is None:
+            return error
+        return ApiError(502, f"the answer was lost in the middle: {error}", kind="server_error")
+
+
+def _unchanged(event: Event) -> Iterable[Event]:
+    return (event,)
+
+
+def _not_continued(begun: Begun) -> ApiError:
+    error = object_of(begun.payload).get("error")
+    message = error.get("message") if isinstance(error, dict) else ""
+    said = message or begun.payload[:200].decode(errors="replace")
+    status = begun.status if begun.status >= 400 else 502
+    return ApiError(status, f"the decode node did not continue the answer: {said}", kind="server_error")
+
+
+def transfer_error(body: Mapping[str, Any]) -> str:
+    """Return why a load failed, by the figures of an answer. Empty if they do not say that it did."""
+    metrics = body.get("metrics")
+    transfer = metrics.get("transfer") if isinstance(metrics, dict) else None
+    return str(transfer.get("error") or "") if isinstance(transfer, dict) else ""
+
+
+def error_in(body: Mapping[str, Any]) -> str:
+    """Return why a load or a request failed, from an answer or one event of it. Empty if it does not say."""
+    error = body.get("error")
+    message = str(error.get("message", "")) if isinstance(error, dict) else ""
+    return transfer_error(body) or message

@@ -1,0 +1,569 @@
+"""Does what an exchange wants done: asks nodes, writes to the client, and reports what comes of it.
+
+One task follows the exchange, and does one action after the other, so that nothing else writes to the client. A request to a node
+is a task of its own, whose result is the event that it ends with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import aiohttp
+from aiohttp import web
+
+from ..connector.p2p.params import REFUSED_TO_CONTINUE
+from ..web.errors import ApiError, note_answered
+from ..web.json_body import object_of
+from ..web.sse import DONE, Event
+from ..web.tracing import NO_SPAN, Span, current_span
+from . import exchange as does
+from .bodies import decode_body, prefill_body
+from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
+from .first_tokens import first_token_of
+from .handoffs import TRANSFER_HEADER, Handoffs, begun_of, params_of
+from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
+from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
+from .reading import NodeAnswer
+from .sessions import Answer, Conversation, Sessions
+from .states import NodeState
+from .timelines import Timeline
+from .ways import Chooser, Facts, Options, chooser_of, named_offer
+
+logger = logging.getLogger(__name__)
+
+DecodeAlone = Literal["auto", "always", "never"]
+#: How long to try to send the error that ends a stream to a client that does not read.
+ERROR_SEND_S = 1.0
+#: After the decode node's answer has ended, wait this long for the end of the prefill node's.
+LAST_ANSWER_S = 0.5
+
+
+@dataclass
+class Services:
+    """What all requests share.
+
+    Attributes:
+        answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
+        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if it reports the
+            policy `recompute`.
+        asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
+        session: For requests to nodes.
+    """
+
+    prefill_pool: NodePool
+    decode_pool: NodePool
+    handoffs: Handoffs
+    metrics: RouterMetrics
+    options: Options
+    answer_timeout_s: float
+    decode_alone: DecodeAlone
+    asks_for_answers: bool
+    sessions: Sessions = field(default_factory=Sessions)
+    session: aiohttp.ClientSession = field(init=False)
+
+    def can_decode_alone(self, tried: Tried, body: Mapping[str, Any]) -> bool:
+        """Whether a ready decode node that was not tried yet would compute a whole prompt itself."""
+        fitting = (node for node in self.decode_pool.nodes if node.serves(body.get("model")))
+        nodes = (node for node in fitting if node not in tried)
+        return any(node.state is NodeState.READY and self.computes_alone(node) for node in nodes)
+
+    def computes_alone(self, node: UpstreamNode) -> bool:
+        """Whether a decode node may receive a prompt that no prefill node has computed."""
+        match self.decode_alone:
+            case "always":
+                return True
+            case "never":
+                return False
+            case "auto":
+                return node.load_failure_policy == "recompute"
+
+
+class UpstreamAnswer(ApiError):
+    """A node's refusal, which is passed on to the client unchanged."""
+
+    def __init__(self, status: int, payload: bytes) -> None:
+        error = object_of(payload).get("error")
+        message = str(error["message"]) if isinstance(error, dict) and "message" in error else ""
+        super().__init__(status, message or payload[:200].decode(errors="replace"), kind="upstream")
+        self._payload = payload
+
+    def response(self) -> web.Response:
+        return web.Response(body=self._payload, status=self.status, content_type="application/json")
+
+
+def explained_difference(decode: UpstreamNode, prefill: UpstreamNode) -> str:
+    """Say why no cache can be handed over, after a load that failed."""
+    decode.doubt_identity()  # it may have changed since it was asked
+    return decode.difference_to(prefill)
+
+
+class Performance:
+    """Follows one exchange from its beginning to its end.
+
+    Args:
+        queue: The span until a node is called for the first time.
+        note_piece: Called with each piece of a stream that has arrived.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        exchange: Exchange,
+        request: web.Request,
+        timeline: Timeline,
+        queue: Span = NO_SPAN,
+        note_piece: NotePiece = lambda way, role: None,
+    ) -> None:
+        self._services = services
+        self._exchange = exchange
+        self._request = request
+        self._timeline = timeline
+        self._queue = queue
+        self._note_piece = note_piece
+        self._calls: dict[str, asyncio.Task[Callable[[], Actions]]] = {}
+        self._closing: list[asyncio.Task[Any]] = []
+        self._answer: NodeAnswer | None = None  # a stream that is being read
+        self._call: AsyncExitStack | None = None  # the request to the decode node that has answered
+        self._stream: web.StreamResponse | None = None
+        self._whole: web.Response | None = None
+        self._refusal: ApiError | None = None
+
+    async def run(self) -> web.StreamResponse:
+        """Answer the request.
+
+        Raises:
+            ApiError: What the client is to get instead of an answer.
+        """
+        limit_s, exchange = self._services.answer_timeout_s, self._exchange
+        try:
+            async with asyncio.timeout(limit_s or None) as limit:
+                await self._follow(exchange.begin())
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await self._do_all(exchange.failed(too_late(limit_s)))
+        finally:
+            # What has come of a request, and was not looked at, may be an offer.
+            for event in [call.result() for call in self._calls.values() if _has_result(call)]:
+                self._note_all(event())
+            self._note_all(exchange.client_left())
+            self._end("prefill")
+            self._end("decode")
+            await asyncio.gather(*self._closing, return_exceptions=True)
+            if exchange.is_complete or self._whole is not None:
+                self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
+        if self._refusal is not None:
+            raise self._refusal
+        response = self._stream if self._whole is None else self._whole
+        assert response is not None, "an exchange ends with an answer or an error"
+        if exchange.failure is not None:
+            self._timeline.failed(exchange.failure.status, str(exchange.failure))
+        self._timeline.ended(response.status)
+        return response
+
+    async def _follow(self, actions: Actions) -> None:
+        await self._do_all(actions)
+        while self._calls:
+            await asyncio.wait(self._calls.values(), return_when=asyncio.FIRST_COMPLETED)
+            # If both have ended, the client gets the prefill node's token first.
+            for role in ("prefill", "decode"):
+                if (call := self._calls.get(role)) is not None and call.done():
+                    del self._calls[role]
+                    await self._do_all(call.result()())
+            while self._answer is not None:
+                await self._do_all(await self._read(self._answer))
+
+    # -- actions -------------------------------------------------------------------------------------
+
+    async def _do_all(self, actions: Actions) -> None:
+        left = deque(actions)
+        try:
+            while left:
+                action = left.popleft()
+                if isinstance(action, Bookkeeping):
+                    self._note(action)
+                else:
+                    left.extend(await self._do(action))
+        finally:
+            self._note_all(left)  # the client has left in the middle
+
+    def _note_all(self, actions: Sequence[Action] | deque[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Bookkeeping):
+                self._note(action)
+
+    def _note(self, action: Bookkeeping) -> None:
+        services, exchange = self._services, self._exchange
+        match action:
+            case does.Opened(offer):
+                services.handoffs.opened(offer)
+            case does.Settled(offer, decode, result):
+                services.handoffs.settled(offer, decode, result)
+            case does.Explained(offer, decode, error):
+                services.handoffs.explained(offer, decode, error)
+            case does.Release(offer):
+                services.handoffs.release(services.session, exchange, offer)
+            case does.EndPrefill():
+                self._end("prefill")
+            case does.EndDecode():
+                self._end("decode")
+            case does.Keep(node, params):
+                self._keep(node, params)
+            case does.Note(fact, why):
+                self._say(fact, why)
+
+    async def _do(self, action: Action) -> Actions:
+        match action:
+            case does.Place():
+                return await self._place()
+            case does.AskPrefill():
+                self._calls["prefill"] = call = asyncio.create_task(self._prefill(action))
+                if action.node is not None:
+                    action.node.num_at_once += 1
+                    call.add_done_callback(partial(_count_end, action.node))
+                await asyncio.sleep(0)  # it sends its request first
+            case does.ChooseDecode():
+                return await self._choose_decode()
+            case does.AskDecode():
+                self._calls["decode"] = asyncio.create_task(self._decode(action))
+            case does.AwaitPrefill():
+                return await self._await_prefill()
+            case does.Begin(status, headers):
+                await self._begin(status, headers)
+            case does.Send(events, is_first):
+                await self._send(events, is_first=is_first)
+            case does.SendWhole(status, headers, payload):
+                self._whole = web.Response(body=payload, status=status, headers=headers)
+            case does.End():
+                await self._finish()
+            case does.Fail(error):
+                await self._fail(error)
+        return []
+
+    def _end(self, role: str) -> None:
+        """End a request to a node, without waiting for that."""
+        if (call := self._calls.pop(role, None)) is not None:
+            call.cancel()
+            self._closing.append(call)
+        if role == "decode" and (answered := self._call) is not None:
+            self._answer = self._call = None
+            self._closing.append(asyncio.create_task(answered.aclose()))
+
+    def _say(self, fact: Fact, why: Exception | None) -> None:
+        metrics, request_id, node = self._services.metrics, self._exchange.request_id, self._exchange.decode
+        match fact:
+            case "prefill lost" | "decode lost":
+                role = fact.removesuffix(" lost")
+                logger.warning("%s: %s: %s", request_id, role, why)
+                metrics.retries.labels(role).inc()
+            case "answer not loaded":
+                logger.info("%s: prefill without the cache of the last answer: %s", request_id, why)
+                metrics.answers.labels("failed").inc()
+            case "prefill lost late":
+                logger.warning("%s: the prefill was lost after its decode had begun: %s", request_id, why)
+                metrics.lost_prefills.inc()
+            case "alone":
+                logger.info("%s: a decode node computes the prompt itself: %s", request_id, why)
+                metrics.decoded_alone.inc()
+            case "without offer" if node is not None:
+                logger.warning("%s: no KV cache was offered; %s computes the prompt", request_id, node.url)
+                metrics.without_handoff.inc()
+            case "other token" if node is not None:
+                # Two logits were almost equal.
+                text = "%s: %s chose another first token than the prefill node; asking it to continue after that one"
+                logger.info(text, request_id, node.url)
+                metrics.other_first_tokens.inc()
+
+    def _keep(self, node: UpstreamNode, params: Mapping[str, Any] | None) -> None:
+        """Keep the offer of an answer for the next turn, and release one that no turn can use."""
+        services, exchange, question = self._services, self._exchange, None
+        is_asked = services.asks_for_answers and self._stream is not None and exchange.key is not None
+        if params is None and is_asked:
+            # vLLM cannot put it into a stream.
+            question = services.handoffs.ask(services.session, exchange, node, partial(self._keep, node))
+        answer = None if params is None else Answer.of(node, params)
+        unused = services.sessions.remember(
+            exchange.key, Conversation(exchange.prefill_url, answer, question)
+        )
+        if unused is not None and unused.is_usable:
+            services.metrics.answers.labels("unused").inc()
+            services.handoffs.release(services.session, exchange, Offer(unused.node, unused.params))
+
+    # -- nodes ---------------------------------------------------------------------------------------
+
+    def _facts(self, prefill: UpstreamNode | None, decode: UpstreamNode | None = None) -> Facts:
+        exchange = self._exchange
+        conditions = exchange.may_ask_both, exchange.conversation.has_answer
+        return Facts(self._services.options, exchange.path, exchange.body, *conditions, prefill, decode)
+
+    async def _place(self) -> Actions:
+        exchange, services = self._exchange, self._services
+        body, tried = exchange.body, exchange.tried_decode
+        decode = services.decode_pool.likely(tried, body)
+        if decode is None and not services.decode_pool.is_closed:
+            # Before the prefill: without a decode node its offer would only hold blocks until the lease ends.
+            return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
+        prefill = services.prefill_pool.likely({}, body, exchange.prefill_url)
+        if (offer := named_offer(self._facts(prefill, decode))) is None or decode is None:
+            return exchange.placed()
+        services.metrics.asked_both.inc()
+        return exchange.placed(
+            offer, services.decode_pool.pick(tried, lambda node: node is decode, body=body)
+        )
+
+    async def _choose_decode(self) -> Actions:
+        exchange, services = self._exchange, self._services
+
+        def may_use(node: UpstreamNode) -> bool:
+            continues = exchange.token is None or exchange.token.can_continue_at(node.abilities)
+            return continues and (not exchange.is_alone or services.computes_alone(node))
+
+        tried, body = exchange.tried_decode, exchange.body
+        if (node := services.decode_pool.pick(tried, may_use, body=body)) is None:
+            return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
+        return exchange.decode_chosen(node)
+
+    async def _prefill(self, action: does.AskPrefill) -> Callable[[], Actions]:
+        """Ask a prefill node. Returns what comes of it."""
+        exchange, services = self._exchange, self._services
+        tried = exchange.tried_prefill if action.node is None else {}
+        may_use = None if action.node is None else (lambda node: node is action.node)
+        choice = services.prefill_pool.use_one(
+            tried, may_use, body=exchange.body, preferred=exchange.prefill_url
+        )
+        try:
+            async with choice as node:
+                body = prefill_body(
+                    exchange.body,
+                    wish=action.wish,
+                    answer=None if action.answer is None else action.answer.params,
+                    is_token_used=chooser_of(self._facts(node)) is Chooser.PREFILL,
+                    is_vllm=node.abilities.vllm_max_model_len > 0,
+                )
+                self._timeline.prefill_sent(node.url)
+                async with self._asked("kvferry.prefill_call", node, body) as answer:
+                    if answer.status != 200:
+                        _raise_refusal(node, answer)
+                    _require_not_aborted(node, answer)
+                    result = object_of(answer.payload)
+                    self._timeline.prefill_ended(result)
+                params = params_of(result)
+                if params is None and action.node is not None:
+                    raise NodeGoneError(node, "offered no KV cache", may_eject=False)
+        except NoNodeError as error:
+            alone = services.can_decode_alone(exchange.tried_decode, exchange.body)
+            return partial(exchange.no_prefill_node, error, may_decode_alone=alone)
+        except NodeGoneError as error:
+            return partial(exchange.prefill_lost, error)
+        except ApiError as error:
+            return partial(exchange.prefill_refused, error)
+        if action.answer is not None:
+            said = answer.headers.get(TRANSFER_HEADER, "unknown")
+            services.metrics.answers.labels(said if said in ANSWER_RESULTS else "unknown").inc()
+        node.note_params(params)
+        exchange.prefill_url = node.url
+        if params is None:
+            logger.debug("%s: %s offered no KV cache", exchange.request_id, node.url)
+            return partial(exchange.prefill_answered, None)
+        is_passed = services.options.first_token
+        first = first_token_of(exchange.body, exchange.path, result) if is_passed else None
+        nodes = services.decode_pool.nodes
+        # No decode node is asked for an answer of one token that it would have given too.
+        ends = first is not None and first.is_all and any(first.can_continue_at(n.abilities) for n in nodes)
+        return partial(
+            exchange.prefill_answered, Offer(node, params, "", first, answer.headers), is_answer=ends
+        )
+
+    async def _await_prefill(self) -> Actions:
+        if (call := self._calls.get("prefill")) is None:
+            return []
+        await asyncio.wait({call}, timeout=LAST_ANSWER_S)
+        if not call.done():
+            return []
+        del self._calls["prefill"]
+        return call.result()()
+
+    async def _decode(self, action: does.AskDecode) -> Callable[[], Actions]:
+        """Ask a decode node. Returns what comes of it."""
+        exchange, node = self._exchange, action.node
+        may_offer = exchange.key is not None
+        body = decode_body(exchange.body, action.params, action.after, may_offer_answer=may_offer)
+        self._timeline.decode_sent(node.url, is_alone=exchange.is_alone)
+        try:
+            async with AsyncExitStack() as stack:
+                stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
+                answer = await stack.enter_async_context(self._asked("kvferry.decode_call", node, body))
+                if answer.status in (429, 502, 503):
+                    raise _failed(node, answer)
+                _require_not_aborted(node, answer)
+                _require_continued(node, answer)
+                self._call = stack.pop_all()
+        except NodeGoneError as error:
+            return partial(exchange.decode_lost, error)
+        return partial(self._answered, node, answer)
+
+    def _answered(self, node: UpstreamNode, answer: NodeAnswer) -> Actions:
+        self._timeline.decode_began(answer)
+        if answer.is_stream:
+            self._answer = answer
+        else:
+            node.note_answered()
+        return self._exchange.decode_answered(begun_of(answer))
+
+    async def _read(self, answer: NodeAnswer) -> Actions:
+        """Wait for the next events of the decode node's stream."""
+        exchange, node = self._exchange, self._exchange.decode
+        assert node is not None, "it has answered"
+        try:
+            async with node.exchange():
+                events = await answer.more()
+        except NodeGoneError as error:
+            exchange.tried_decode[node] = (
+                error  # the client has part of the answer, so no other node can give it
+            )
+            lost = f"the answer was lost in the middle: {await error.explained()}"
+            return exchange.decode_broke(ApiError(502, lost, kind="server_error"))
+        if events is not None:
+            return exchange.events_arrived(events)
+        node.note_answered()
+        return exchange.decode_ended()
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, name: str, node: UpstreamNode, body: Mapping[str, Any]
+    ) -> AsyncIterator[NodeAnswer]:
+        """Send a request to a node. Leaving the block early aborts it.
+
+        Yields:
+            The answer, whole or with its first event.
+
+        Raises:
+            NodeGoneError: The connection broke before that, or health checks found the node gone.
+        """
+        self._queue.end()
+        async with AsyncExitStack() as stack:
+            span = stack.enter_context(current_span().child(name, node=node.url))
+            if isinstance(params := body.get("kv_transfer_params"), Mapping):
+                # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
+                body = {**body, "kv_transfer_params": span.traced_params(params)}
+            headers = {**self._exchange.headers, **span.headers}
+            async with node.exchange():
+                url = node.url + self._exchange.path
+                posted = self._services.session.post(url, json=body, headers=headers)
+                answer = NodeAnswer(await stack.enter_async_context(posted))
+                await answer.begin()
+            yield answer
+
+    # -- the client ----------------------------------------------------------------------------------
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        stream = web.StreamResponse(status=status, headers=headers)
+        await stream.prepare(self._request)
+        self._stream = stream
+
+    async def _send(self, events: Sequence[Event], *, is_first: bool) -> None:
+        self._note_events(is_first=is_first)
+        await self._write(events)
+
+    def _note_events(self, *, is_first: bool) -> None:
+        self._note_piece(self._exchange.source, "prefill" if is_first else "decode")
+        if is_first:
+            self._timeline.first_token_sent()
+            self._services.metrics.first_tokens.inc()
+
+    async def _write(self, events: Sequence[Event]) -> None:
+        assert self._stream is not None, "begun before"
+        await self._stream.write(b"".join(event.raw for event in events))
+        if self._exchange.is_complete:
+            note_answered(self._request, self._stream.status)
+
+    async def _finish(self) -> None:
+        assert self._stream is not None, "begun before"
+        await self._stream.write_eof()
+
+    async def _fail(self, error: ApiError) -> None:
+        if self._stream is None:
+            self._refusal = error
+        else:
+            await send_error(self._request, self._stream, error)
+
+
+def too_late(limit_s: float) -> ApiError:
+    """Return the error of an answer that took longer than it may."""
+    message = (
+        f"the answer was not complete within {limit_s:g} s, the limit of the router's --answer-timeout-s"
+    )
+    return ApiError(504, message, kind="timeout_error", code="timeout")
+
+
+async def send_error(request: web.Request, stream: web.StreamResponse, error: ApiError) -> None:
+    """End a stream with an error."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ERROR_SEND_S):
+            await stream.write(b"data: " + json.dumps(error.body()).encode() + b"\n\n" + DONE.raw)
+            note_answered(request, stream.status)
+            await stream.write_eof()
+
+
+def _count_end(node: UpstreamNode, call: object) -> None:
+    node.num_at_once -= 1
+
+
+def _has_result(call: asyncio.Task[Any]) -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None
+
+
+def _raise_refusal(node: UpstreamNode, answer: NodeAnswer) -> NoReturn:
+    if 400 <= answer.status < 500 and answer.status != 429:
+        raise UpstreamAnswer(answer.status, answer.payload)
+    raise _failed(node, answer)
+
+
+def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
+    if answer.status in (502, 503):
+        node.suspect()  # it may be draining, or its engine may be dead; a health check will tell
+    # A node that answers 429 is well, and has more requests than it may have. Another one may have fewer.
+    reason = f"answered {answer.status}: {answer.payload[:200].decode(errors='replace')}"
+    return NodeGoneError(node, reason, may_eject=answer.status not in (429, 503))
+
+
+def _require_not_aborted(node: UpstreamNode, answer: NodeAnswer) -> None:
+    """Check the beginning of an answer. A vLLM server that is stopping answers new requests 200 without a token, as aborted.
+
+    Raises:
+        NodeGoneError: The node aborted the request; another one may answer it.
+    """
+    if b'"abort"' not in answer.payload:
+        return  # parsing each answer would take time
+    if any(choice.get("finish_reason") == "abort" for choice in _choices(answer)):
+        raise NodeGoneError(node, "aborted the request; is it stopping?", may_eject=False)
+
+
+def _require_continued(node: UpstreamNode, answer: NodeAnswer) -> None:
+    """Check that a server of vLLM has not refused to continue an answer.
+
+    Raises:
+        NodeGoneError: It has, because it is another model than the router knew. Another node may continue.
+    """
+    if REFUSED_TO_CONTINUE.encode() not in answer.payload:
+        return
+    for choice in _choices(answer):
+        reason = choice.get("stop_reason")
+        if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
+            node.doubt_identity()
+            raise NodeGoneError(node, reason, may_eject=False)
+
+
+def _choices(answer: NodeAnswer) -> Iterator[Mapping[str, Any]]:
+    for content in answer.contents():
+        choices = content.get("choices")
+        yield from (one for one in (choices if isinstance(choices, list) else ()) if isinstance(one, dict))

@@ -1,0 +1,255 @@
+"""One request is one exchange: its table is that of the docs, and every order of events keeps its promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.router import exchange as does
+from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, Offer, State
+from kvferry.router.ways import TABLE, Chooser, Facts, Options, Way, chooser_of, named_offer, way_of
+from kvferry.web.errors import ApiError
+from kvferry.web.sse import Event
+from tests.support.exchange_simulator import PromiseBrokenError, explore
+from tests.support.fake_nodes import PLACE
+
+ROUTER_DOC = Path(__file__).parents[2] / "docs" / "router.md"
+NUM_SCHEDULES = 100_000
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Return the rows of the first table below a heading."""
+    _, _, section = ROUTER_DOC.read_text().partition(f"# {heading}\n")
+    lines = section.partition("\n#")[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    return rows[2:]
+
+
+def test_the_table_of_states_is_that_of_the_code() -> None:
+    found = {
+        (state.strip(), target.strip())
+        for states, _, targets, _ in rows_of("The states of a request")
+        for state in states.split(",")
+        for target in targets.split(",")
+    }
+    in_code = {(state.value, target.value) for state, targets in TRANSITIONS.items() for target in targets}
+    assert {(state, target) for state, target in found if target not in ("same", state)} == in_code
+
+
+def test_the_table_of_ways_is_that_of_the_code() -> None:
+    in_code = [
+        [row.when, row.way.value if row.way else "", row.chooser.value if row.chooser else ""]
+        for row in TABLE
+    ]
+    assert rows_of("Which way a request goes") == in_code
+
+
+# -- every order of events ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_order_of_answers_losses_and_leaving_clients_breaks_a_promise() -> None:
+    explore(NUM_SCHEDULES)
+
+
+def test_a_few_orders_break_no_promise() -> None:
+    explore(5_000, first_seed=NUM_SCHEDULES)
+
+
+class SendsTheTokenTwice(Exchange):
+    """The decode node's own first token is not taken out."""
+
+    def decode_answered(self, begun: Any) -> Actions:
+        token, self.token = self.token, None
+        try:
+            return super().decode_answered(begun)
+        finally:
+            self.token = token
+
+
+class ForgetsTheRelease(Exchange):
+    def _release(self, offer: Offer) -> Actions:
+        return []
+
+
+class ReleasesWhatWasLoaded(Exchange):
+    def _settle(self, result: Any) -> Actions:
+        actions = super()._settle(result)
+        return [*actions, *(self._release(self.offer) if actions and self.offer is not None else [])]
+
+
+class RetriesAfterBytesWereSent(Exchange):
+    def decode_broke(self, error: ApiError) -> Actions:
+        return self._again(does.Note("decode lost", error))
+
+
+class LetsTheWrongNodeContinue(Exchange):
+    def _continues(self, first: Any) -> bool:
+        return True
+
+
+class BeginsTheSecondHalfAnew(Exchange):
+    """The node that chose another token is not told after which one to continue."""
+
+    def _ask_to_continue(self, releases: Actions) -> Actions:
+        *rest, _ = super()._ask_to_continue(releases)
+        assert self.decode is not None
+        return [*rest, does.AskDecode(self.decode, None, None)]
+
+
+class EndsTwice(Exchange):
+    def decode_ended(self) -> Actions:
+        return [*super().decode_ended(), does.End()]
+
+
+class AsksAfterTheEnd(Exchange):
+    def _fail(self, error: ApiError) -> Actions:
+        return [*super()._fail(error), does.Place()]
+
+
+class SettlesTwice(Exchange):
+    def _settle(self, result: Any) -> Actions:
+        self._result = None
+        return super()._settle(result)
+
+
+class NeverSettlesForAClientThatLeft(Exchange):
+    def client_left(self) -> Actions:
+        actions = super().client_left()
+        return [action for action in actions if not isinstance(action, does.Settled | does.Release)]
+
+
+class BlamesTheDecodeNodeForAPrefill(Exchange):
+    def prefill_lost(self, error: Exception) -> Actions:
+        tried = self.tried_decode
+        actions = super().prefill_lost(error)
+        self.tried_decode = tried
+        return actions
+
+
+class TriesBothAtOnceForever(Exchange):
+    def prefill_lost(self, error: Exception) -> Actions:
+        actions = super().prefill_lost(error)
+        self.may_ask_both = True
+        return actions
+
+
+class LeavesThePrefillRunning(Exchange):
+    def _drop(self) -> Actions:
+        return [action for action in super()._drop() if not isinstance(action, does.EndPrefill)]
+
+
+class LeavesTheDecodeRunning(Exchange):
+    def _drop(self) -> Actions:
+        return [action for action in super()._drop() if not isinstance(action, does.EndDecode)]
+
+
+class ShowsTheOffer(Exchange):
+    def events_arrived(self, events: Iterable[Event]) -> Actions:
+        events = list(events)
+        actions = super().events_arrived(events)
+        return [does.Send(events) if isinstance(action, does.Send) else action for action in actions]
+
+
+class LosesTheOfferOfTheAnswer(Exchange):
+    def _keep(self, params: Any) -> Actions:
+        return []
+
+
+class DropsAnEvent(Exchange):
+    def events_arrived(self, events: Iterable[Event]) -> Actions:
+        events = list(events)
+        return super().events_arrived(events[1:] if len(events) > 2 else events)
+
+
+class GivesUpAtTheFirstLoss(Exchange):
+    def decode_lost(self, error: Exception) -> Actions:
+        return self._fail(ApiError(503, "lost", kind="x"))
+
+
+class NeverDecodesAlone(Exchange):
+    def no_prefill_node(self, error: ApiError, *, may_decode_alone: bool) -> Actions:
+        return super().no_prefill_node(error, may_decode_alone=False)
+
+
+BUGS = {
+    SendsTheTokenTwice: "the client gets each byte of one answer, once and in order",
+    ForgetsTheRelease: "an offer that no node loads is released",
+    ReleasesWhatWasLoaded: "an offer that was loaded is not released",
+    RetriesAfterBytesWereSent: "a stream begins once",
+    LetsTheWrongNodeContinue: "only a node that can continues",
+    BeginsTheSecondHalfAnew: "the second half follows the token that the client has",
+    EndsTwice: "the client gets exactly one end",
+    AsksAfterTheEnd: "nothing is asked of a node after the end",
+    SettlesTwice: "an offer is settled once",
+    NeverSettlesForAClientThatLeft: "every offer is settled",
+    BlamesTheDecodeNodeForAPrefill: "an error is given only if no node could answer",
+    TriesBothAtOnceForever: "both are not asked at once again after that has failed",
+    LeavesThePrefillRunning: "",  # a second one begins, or it outlasts the exchange
+    LeavesTheDecodeRunning: "",  # likewise
+    ShowsTheOffer: "the client ",
+    LosesTheOfferOfTheAnswer: "every offer of an answer is kept or released",
+    DropsAnEvent: "the client gets each byte of one answer, once and in order",
+    GivesUpAtTheFirstLoss: "an error is given only if no node could answer",
+    NeverDecodesAlone: "an error is given only if no node could answer",
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_each_planted_bug_is_caught(bug: type[Exchange]) -> None:
+    with pytest.raises((PromiseBrokenError, AssertionError), match=f"^{BUGS[bug]}"):
+        explore(3_000, bug)
+
+
+def test_a_change_that_the_table_does_not_have_is_refused() -> None:
+    exchange = Exchange("/v1/completions", {}, {"X-Request-Id": "r"})
+    with pytest.raises(AssertionError, match="<exchange 'r': queued> cannot become decoding"):
+        exchange._move(State.DECODING)
+
+
+# -- ways --------------------------------------------------------------------------------------------
+
+
+class FakeNode:
+    """As much of a node as decides the way."""
+
+    def __init__(self, **changes: Any) -> None:
+        from kvferry.router.first_tokens import Abilities
+
+        self.place: dict[str, Any] = {**PLACE, "prefill_chunk_tokens": 8}
+        self.num_at_once, self.protocol, self.abilities = 0, 7, Abilities("model")
+        vars(self).update(changes)
+
+
+LONG = {"prompt": "p" * 100, "stream": True, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "way", "chooser"),
+    [
+        ({}, Way.AT_ONCE, Chooser.PREFILL),
+        ({"options": Options(rendezvous=False)}, Way.IN_TURN, Chooser.PREFILL),
+        ({"options": Options(first_token=False)}, Way.AT_ONCE, Chooser.DECODE),
+        ({"body": {**LONG, "n": 2}}, Way.AT_ONCE, Chooser.DECODE),
+        ({"body": {**LONG, "echo": True}}, Way.IN_TURN, Chooser.PREFILL),
+        ({"body": {**LONG, "max_tokens": 1}}, Way.IN_TURN, Chooser.PREFILL),
+        ({"body": {**LONG, "prompt": "p"}}, Way.IN_TURN, Chooser.PREFILL),
+        ({"body": {**LONG, "prompt": "p", "stream": False}}, Way.AT_ONCE, Chooser.PREFILL),
+        ({"may_ask_both": False}, Way.IN_TURN, Chooser.PREFILL),
+        ({"has_answer": True}, Way.IN_TURN, Chooser.PREFILL),
+        ({"prefill": FakeNode(place={})}, Way.IN_TURN, Chooser.PREFILL),
+        ({"prefill": FakeNode(num_at_once=8)}, Way.IN_TURN, Chooser.PREFILL),
+        ({"prefill": None}, Way.IN_TURN, Chooser.PREFILL),
+        ({"decode": FakeNode(protocol=6)}, Way.IN_TURN, Chooser.PREFILL),
+        ({"decode": None}, Way.IN_TURN, Chooser.PREFILL),
+    ],
+)
+def test_each_line_of_the_table_decides(changes: dict[str, Any], way: Way, chooser: Chooser) -> None:
+    known: dict[str, Any] = {"prefill": FakeNode(), "decode": FakeNode(), "body": LONG, "options": Options()}
+    facts = Facts(path="/v1/completions", **{**known, **changes})
+    assert (way_of(facts), chooser_of(facts)) == (way, chooser)
+    assert (named_offer(facts) is None) == (way is Way.IN_TURN)

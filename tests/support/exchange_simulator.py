@@ -1,0 +1,374 @@
+"""Try a request's exchange with every order of answers, losses, time-outs and leaving clients, drawn from a seed.
+
+A `Schedule` stands for the nodes, the client and the part of the router that does the actions. It draws what happens next among
+all that can, and checks after each step what `router/exchange.py` promises. Nothing sleeps, and a seed repeats a schedule exactly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.router import exchange as does
+from kvferry.router.exchange import Action, Begun, Exchange, Offer, State
+from kvferry.router.first_tokens import OtherTokenError
+from kvferry.router.sessions import Conversation
+from kvferry.web.errors import ApiError
+from kvferry.web.sse import DONE, Event
+
+HEADERS = {"X-Request-Id": "r"}
+KEEPS = b'"kv_transfer_params":'
+LAST = Event(b'data: {"n": 3, "kv_transfer_params": {"answer_lease_s": 60}}\n\n')
+LAST_SEEN = Event(b'data: {"n": 3, "kv_transfer_params": null}\n\n')
+ERROR = Event(b'data: {"error": {"message": "the load failed"}}\n\n')
+#: What a node answers, and what another one may answer whose logits are almost equal.
+ANSWERS = {
+    name: [Event(b'data: {"n": "%s%d"}\n\n' % (name.encode(), number)) for number in (1, 2)] for name in "ab"
+}
+
+
+class PromiseBrokenError(AssertionError):
+    """An exchange did what it promises not to do. The message begins with the promise."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """The first token of the answer `a`."""
+
+    is_all: bool
+    events: tuple[Event, ...] = (ANSWERS["a"][0],)
+    whole: Mapping[str, Any] | None = None
+
+    def can_continue_at(self, abilities: bool) -> bool:
+        return abilities
+
+    def continued(self) -> Callable[[Event], Iterable[Event]]:
+        return lambda event: (event,)
+
+    def removed(self) -> Callable[[Event], Iterable[Event]]:
+        first = iter([True])
+
+        def change(event: Event) -> Iterable[Event]:
+            if not next(first, False):
+                return (event,)
+            if event.raw != self.events[0].raw:
+                raise OtherTokenError
+            return ()
+
+        return change
+
+
+@dataclass(eq=False)
+class Node:
+    """A node. `abilities`: it can continue after a token."""
+
+    role: str
+    number: int
+    abilities: bool = True
+
+
+@dataclass(frozen=True)
+class FoundAnswer:
+    """An offer of an earlier answer, which a prefill node is to load."""
+
+    is_usable: bool = True
+
+
+@dataclass
+class Schedule:
+    """One request, and all that becomes of it.
+
+    Attributes:
+        kind: The exchange to try.
+    """
+
+    seed: int
+    kind: type[Exchange] = Exchange
+    received: list[Event] = field(default_factory=list)
+    ends: list[Action] = field(default_factory=list)
+    settled: dict[int, str] = field(default_factory=dict)
+    released: list[Any] = field(default_factory=list)
+    opened: list[Offer] = field(default_factory=list)
+    kept: int = 0
+    num_answer_offers: int = 0
+
+    def __post_init__(self) -> None:
+        drawn = self.drawn = random.Random(self.seed)
+        self.prefills: list[Any] = [Node("prefill", number) for number in range(drawn.randint(1, 2))]
+        self.decodes: list[Any] = [
+            Node("decode", number, drawn.random() < 0.8) for number in range(drawn.randint(1, 3))
+        ]
+        self.may_be_at_once = drawn.random() < 0.6
+        self.may_decode_alone = drawn.random() < 0.3
+        self.offers_answer = drawn.random() < 0.5
+        self.p_loss = drawn.choice((0.0, 0.2, 0.5))
+        self.p_leave = drawn.choice((0.0, 0.0, 0.05))
+        answer: Any = FoundAnswer() if drawn.random() < 0.2 else None
+        self.exchange = self.kind(
+            "/v1/completions",
+            {"stream": drawn.random() < 0.8},
+            HEADERS,
+            key=b"k",
+            conversation=Conversation(answer=answer),
+            explain=lambda decode, prefill: "",
+        )
+        self.prefill: does.AskPrefill | None = None
+        self.decode: does.AskDecode | None = None
+        self.stream: list[Event] | None = None  # what is left of it
+        self.lost_decodes: set[Node] = set()
+        self.lost_prefills: set[Node] = set()
+        self.has_left = False
+        self.has_failed_at_once = False
+        self.may_fail = ""  # why an error is right
+        self.has_streamed = False
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def promise(self, what: str, *, kept: bool) -> None:
+        if not kept:
+            raise PromiseBrokenError(f"{what} (seed {self.seed}, {self.exchange!r})")
+
+    def run(self) -> None:
+        """Draw steps until nothing can happen any more, and check what is left."""
+        self.do(self.exchange.begin())
+        for _ in range(200):
+            steps = [step for step in (self.prefill_step(), self.decode_step()) if step is not None]
+            if not steps:
+                break
+            if self.drawn.random() < self.p_leave:
+                self.has_left = True
+                if self.drawn.random() < 0.5:
+                    self.do(self.exchange.client_left())
+                else:
+                    self.may_fail = "too late"
+                    self.do(self.exchange.failed(ApiError(504, "too late", kind="timeout_error")))
+            else:
+                self.do(self.drawn.choice(steps)())
+        else:
+            self.promise("a request ends", kept=False)
+        self.check_end()
+
+    def check_end(self) -> None:
+        state = self.exchange.state
+        self.promise("a request ends", kept=state is State.ENDED)
+        is_silent = self.has_left and not self.may_fail
+        self.promise(
+            "the client gets exactly one end",
+            kept=len(self.ends) == (0 if is_silent and not self.ends else 1),
+        )
+        self.promise(
+            "no request to a node outlasts the exchange", kept=self.prefill is None and self.decode is None
+        )
+        for offer in self.opened:
+            result = self.settled.get(offer.params["n"])
+            self.promise("every offer is settled", kept=result is not None)
+            is_used = result in ("loaded", "none", "unknown")
+            self.promise("an offer that no node loads is released", kept=is_used or offer in self.released)
+            is_loaded = result in ("loaded", "none")
+            self.promise(
+                "an offer that was loaded is not released", kept=not is_loaded or offer not in self.released
+            )
+        self.promise("every offer of an answer is kept or released", kept=self.kept == self.num_answer_offers)
+        self.check_bytes()
+
+    def check_bytes(self) -> None:
+        raw = b"".join(event.raw for event in self.received)
+        self.promise("the client never sees an offer", kept=b"answer_lease_s" not in raw)
+        is_whole = bool(self.ends) and isinstance(self.ends[0], does.End)
+        got = [event.raw for event in self.received if event.raw != ERROR.raw]
+        is_right = False
+        for events in ANSWERS.values():
+            for rest in ([LAST_SEEN, DONE], [DONE]):
+                expected = [event.raw for event in (*events, *rest)]
+                is_right |= got == expected if is_whole else got == expected[: len(got)]
+        is_right |= is_whole and got == [ANSWERS["a"][0].raw, DONE.raw]  # the token was all
+        self.promise("the client gets each byte of one answer, once and in order", kept=is_right)
+
+    # -- actions -------------------------------------------------------------------------------------
+
+    def do(self, actions: list[Action]) -> None:
+        left = list(actions)
+        while left:
+            left += self.do_one(left.pop(0))
+
+    def do_one(self, action: Action) -> list[Action]:
+        is_asking = isinstance(action, does.Place | does.AskPrefill | does.ChooseDecode | does.AskDecode)
+        has_ended = self.exchange.state is State.ENDED
+        self.promise("nothing is asked of a node after the end", kept=not (is_asking and has_ended))
+        exchange = self.exchange
+        match action:
+            case does.Place():
+                return self.place()
+            case does.AskPrefill(at):
+                self.promise("one prefill at a time", kept=self.prefill is None)
+                self.promise(
+                    "both are not asked at once again after that has failed",
+                    kept=at is None or not self.has_failed_at_once,
+                )
+                self.prefill = action
+            case does.ChooseDecode():
+                return self.choose()
+            case does.AskDecode(_, _, after):
+                node: Any = action.node
+                self.promise("one decode at a time", kept=self.decode is None)
+                self.promise("only a node that can continues", kept=after is None or bool(node.abilities))
+                has_token = exchange.token is not None and exchange.state is not State.RENDEZVOUS
+                self.promise(
+                    "the second half follows the token that the client has",
+                    kept=not has_token or after is not None,
+                )
+                self.decode, self.stream = action, None
+                exchange.tried_decode[node] = None
+            case does.EndPrefill():
+                self.prefill = None
+            case does.EndDecode():
+                self.decode = self.stream = None
+            case does.Opened(offer):
+                self.opened.append(offer)
+            case does.Settled(offer, _, result):
+                self.promise(
+                    "an offer is settled once",
+                    kept=offer in self.opened and offer.params["n"] not in self.settled,
+                )
+                self.settled[offer.params["n"]] = result
+            case does.Release(offer):
+                self.kept += offer.params.get("answer_lease_s") is not None
+                self.released.append(offer)
+            case does.Keep(_, params):
+                self.kept += params is not None
+            case does.Send(events):
+                self.promise("nothing is sent after the end", kept=not self.ends)
+                self.received += events
+            case does.Begin():
+                self.promise("a stream begins once", kept=not self.has_streamed)
+                self.has_streamed = True
+            case does.End() | does.SendWhole() | does.Fail():
+                self.promise("the client gets exactly one end", kept=not self.ends)
+                self.ends.append(action)
+                if isinstance(action, does.Fail):
+                    self.promise("an error is given only if no node could answer", kept=bool(self.may_fail))
+        return []
+
+    def place(self) -> list[Action]:
+        exchange = self.exchange
+        untried = [node for node in self.decodes if node not in exchange.tried_decode]
+        if not untried:
+            return self.without_decode()
+        if not (exchange.may_ask_both and self.may_be_at_once):
+            return exchange.placed()
+        node: Any = self.drawn.choice(self.prefills)
+        offer = Offer(node, {"n": len(self.opened)}, f"name{len(self.opened)}")
+        decode: Any = self.drawn.choice(untried)
+        return exchange.placed(offer, decode)
+
+    def choose(self) -> list[Action]:
+        exchange = self.exchange
+        fits = [node for node in self.decodes if node not in exchange.tried_decode]
+        if exchange.token is not None:
+            fits = [node for node in fits if node.abilities]
+        if not fits:
+            return self.without_decode()
+        node: Any = self.drawn.choice(fits)
+        return exchange.decode_chosen(node)
+
+    def without_decode(self) -> list[Action]:
+        able = (node for node in self.decodes if node.abilities or self.exchange.token is None)
+        if self.lost_decodes.issuperset(able):
+            self.may_fail = "every decode node was lost"
+        return self.exchange.no_decode_node(ApiError(503, "no decode node", kind="x"))
+
+    # -- what nodes do -------------------------------------------------------------------------------
+
+    def prefill_step(self) -> Callable[[], list[Action]] | None:
+        return None if self.prefill is None else self.prefill_ends
+
+    def prefill_ends(self) -> list[Action]:
+        asked, exchange, self.prefill = self.prefill, self.exchange, None
+        assert asked is not None
+        if asked.node is None:
+            left = [node for node in self.prefills if node not in exchange.tried_prefill]
+            if not left:
+                alone = self.may_decode_alone and any(
+                    node not in exchange.tried_decode for node in self.decodes
+                )
+                if not alone and self.lost_prefills.issuperset(self.prefills):
+                    self.may_fail = "every prefill node was lost"
+                return exchange.no_prefill_node(ApiError(503, "none", kind="x"), may_decode_alone=alone)
+            node: Any = self.drawn.choice(left)
+        else:
+            node = asked.node
+        if self.drawn.random() < self.p_loss or (asked.answer is not None and self.drawn.random() < 0.5):
+            if self.drawn.random() < 0.2:
+                if asked.answer is None and exchange.state in (State.PREFILLING, State.RENDEZVOUS):
+                    self.may_fail = "a prefill node has refused the request"
+                return exchange.prefill_refused(ApiError(400, "no", kind="x"))
+            if asked.answer is None:
+                self.lost_prefills.add(node)
+            if asked.node is None:
+                exchange.tried_prefill[node] = RuntimeError("lost")  # type: ignore[assignment]
+            self.has_failed_at_once |= exchange.state is State.RENDEZVOUS
+            return exchange.prefill_lost(RuntimeError("lost"))
+        if self.drawn.random() < 0.1 and asked.node is None:
+            return exchange.prefill_answered(None)
+        draw = self.drawn.random()
+        first: Any = Token(is_all=draw < 0.1) if draw < 0.7 else None
+        offer = Offer(node, {"n": len(self.opened)}, "", first, {})
+        is_answer = first is not None and first.is_all and exchange.is_stream
+        return exchange.prefill_answered(offer, is_answer=is_answer)
+
+    def decode_step(self) -> Callable[[], list[Action]] | None:
+        if self.decode is None:
+            return None
+        return self.decode_begins if self.stream is None else self.decode_goes_on
+
+    def decode_begins(self) -> list[Action]:
+        asked, exchange = self.decode, self.exchange
+        assert asked is not None
+        node: Any = asked.node
+        if self.drawn.random() < self.p_loss:
+            self.decode = None
+            self.lost_decodes.add(node)
+            exchange.tried_decode[node] = RuntimeError("lost")  # type: ignore[assignment]
+            return exchange.decode_lost(RuntimeError("lost"))
+        result: Any = self.drawn.choice(("loaded", "failed", "none", "unknown"))
+        has_token = exchange.token is not None
+        if not exchange.is_stream:
+            return exchange.decode_answered(Begun(200, {}, False, b"{}", (), result))
+        # A node that has to continue does; the others may choose another token.
+        name = "a" if asked.after is not None or self.drawn.random() < 0.7 else "b"
+        events = list(ANSWERS[name])
+        if asked.after is not None and has_token:
+            events = events[1:]
+        if self.offers_answer:
+            events.append(LAST)
+        if self.drawn.random() < 0.1:
+            events.append(ERROR)
+        self.stream = [*events, DONE]
+        num = self.drawn.randint(1, len(self.stream))
+        begun, self.stream = self.stream[:num], self.stream[num:]
+        self.num_answer_offers += LAST in begun
+        return exchange.decode_answered(Begun(200, {}, True, b"", begun, result))
+
+    def decode_goes_on(self) -> list[Action]:
+        assert self.stream is not None
+        if not self.stream:
+            return self.exchange.decode_ended()
+        if self.drawn.random() < self.p_loss / 3:
+            self.may_fail = "the answer was lost in the middle"
+            return self.exchange.decode_broke(ApiError(502, "lost in the middle", kind="server_error"))
+        num = self.drawn.randint(1, len(self.stream))
+        events, self.stream = self.stream[:num], self.stream[num:]
+        self.num_answer_offers += LAST in events
+        return self.exchange.events_arrived(events)
+
+
+def explore(num: int, kind: type[Exchange] = Exchange, first_seed: int = 0) -> None:
+    """Run many schedules.
+
+    Raises:
+        PromiseBrokenError: One of them broke a promise; it names the seed.
+    """
+    for seed in range(first_seed, first_seed + num):
+        Schedule(seed, kind).run()
