@@ -34,7 +34,6 @@ CASES = [
     pytest.param("zeromq", {}, False, id="zeromq"),
     pytest.param("tcp", {}, False, id="tcp"),
     pytest.param("ucx", {}, False, id="ucx", marks=NO_UCX),
-    pytest.param("ucx", {"library": "nixl"}, True, id="ucx-of-nixl", marks=[NO_UCX, NO_NIXL]),
     pytest.param("nixl", {}, True, id="nixl", marks=NO_NIXL),
     pytest.param("auto", {"network": "nixl,tcp"}, True, id="auto-nixl", marks=NO_NIXL),
 ]

@@ -17,17 +17,16 @@ OWNER, READER = "rxe0:1", "rxe1:1"
 INTERFACES = ("v0", "v1")
 
 
-def options_of(scheme: str, device: str, **others: Any) -> dict[str, Any]:
+def options_of(device: str, **others: Any) -> dict[str, Any]:
     """Return options with which a transport uses RDMA on one device and nothing else."""
     # In the guest a handshake takes seconds.
-    options = {
+    return {
         "tls": "rc_v",
         "net_devices": device,
         "refuse_tcp": True,
         "handshake_timeout_s": 60.0,
         **others,
     }
-    return {"library": "nixl", **options} if scheme == "ucx" else options
 
 
 def num_packets(device: str) -> int:

@@ -51,6 +51,9 @@ chroot root python3 -m compileall -q /site /usr/lib/python3 > /dev/null || true
 verbs=$(basename root/site/nixl_cu12.libs/libibverbs-*)
 ln -sf /usr/lib/x86_64-linux-gnu/libibverbs.so.1 "root/site/nixl_cu12.libs/$verbs"
 
+# The UCX in `ucxx`'s wheels has no RDMA, and NIXL's has. With this name `ucxx` finds it, where LD_LIBRARY_PATH leads to it.
+ln -s "$(basename root/site/nixl_cu12.libs/libucp-*)" root/site/nixl_cu12.libs/libucp.so.0
+
 mkdir -p root/share
 mke2fs -q -t ext4 -O ^has_journal -d root root.img 1500M
 

@@ -42,7 +42,7 @@ class OwnerProcess:
     """A node that serves a pool."""
 
     def __init__(self, scheme: str) -> None:
-        options = options_of(scheme, OWNER, **OWNER_HOST, **SETTINGS)
+        options = options_of(OWNER, **OWNER_HOST, **SETTINGS)
         command = [sys.executable, str(PROGRAM), scheme, json.dumps(options), "serve"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
@@ -69,9 +69,7 @@ class Reader:
     """A node that reads."""
 
     def __init__(self, scheme: str) -> None:
-        self._transport = create_transport(
-            scheme, options_of(scheme, READER, allow_plaintext=True, **SETTINGS)
-        )
+        self._transport = create_transport(scheme, options_of(READER, allow_plaintext=True, **SETTINGS))
         self._arena = self._transport.allocate(POOL_BYTES)
         self.memory = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._endpoint = self._transport.register(Pool([self._arena.segment]))

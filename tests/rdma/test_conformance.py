@@ -55,7 +55,7 @@ def creator(scheme: str) -> Create:
     devices = itertools.cycle((OWNER, READER))
 
     def create(options: Mapping[str, object]) -> Transport:
-        return create_transport(scheme, {**options_of(scheme, next(devices)), **options})
+        return create_transport(scheme, {**options_of(next(devices)), **options})
 
     return create
 

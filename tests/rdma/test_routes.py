@@ -73,9 +73,7 @@ def test_the_mechanism_is_what_moves_the_bytes(
     is_rdma: bool,
 ) -> None:
     # An interface for TCP is there as well.
-    owner, reader = (
-        make(scheme, {**options_of(scheme, f"{device},v0"), **changes}) for device in (OWNER, READER)
-    )
+    owner, reader = (make(scheme, {**options_of(f"{device},v0"), **changes}) for device in (OWNER, READER))
     link = world.link(owner, reader)
     link.producer.transport.guards.set(HELD.index, HELD.value)
     before = num_packets(READER) + num_packets(OWNER)
@@ -90,7 +88,7 @@ def test_the_mechanism_is_what_moves_the_bytes(
 @pytest.mark.parametrize("scheme", ["ucx", "nixl"])
 @pytest.mark.parametrize("refuses", ["owner", "reader"])
 def test_a_peer_that_only_tcp_reaches_is_refused(world: World, make: Make, scheme: str, refuses: str) -> None:
-    options = {"owner": options_of(scheme, OWNER), "reader": options_of(scheme, READER)}
+    options = {"owner": options_of(OWNER), "reader": options_of(READER)}
     willing = "reader" if refuses == "owner" else "owner"
     options[willing].update(TCP)
     owner, reader = make(scheme, options["owner"]), make(scheme, options["reader"])

@@ -33,7 +33,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ucx": ("ucx", {}, "ucx:tcp"),
     "nixl": ("nixl", {}, "nixl:UCX:^tcp"),
     "nixl-tcp": ("nixl", {"refuse_tcp": False, "tls": "tcp"}, "nixl:UCX:tcp"),
-    "nixl-shared": ("nixl", {"agents": "shared"}, "nixl:UCX:^tcp"),
 }
 
 #: The pools of these are on a GPU. The rings have room for two slices.

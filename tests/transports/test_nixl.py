@@ -62,11 +62,3 @@ class TestOnOneHost(NIXLConformance):
 
 class TestOverTCP(NIXLConformance):
     options = TCP
-
-
-class TestWithASharedAgent(NIXLConformance):
-    options: ClassVar[dict[str, Any]] = {"agents": "shared"}
-
-
-class TestWithASharedAgentOverTCP(NIXLConformance):
-    options: ClassVar[dict[str, Any]] = {"agents": "shared", **TCP}

@@ -97,9 +97,9 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.fixture(params=["per_peer", "shared"])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {**TCP, "agents": request.param}
+@pytest.fixture
+def options() -> dict[str, Any]:
+    return TCP
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ import numpy.typing as npt
 
 from .._copy import load_word
 from .._descriptors import Reserve
-from .._host_libraries import keep_libnl_apart
 from .._memory import WORD_BYTES, address_of
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError, TransportError
 from ..regions import AddressArray, Int64Array, MemoryKind
+from .host_libraries import keep_libnl_apart
 from .options import REMEDY, SCHEME, NIXLOptions
 
 logger = logging.getLogger(__name__)
@@ -339,10 +339,6 @@ class Agent:
         else:
             return str(name.decode() if isinstance(name, bytes) else name)
         raise PeerRefusedError(f"NIXL finds no route to the peer: {refusal}; {REMEDY}")
-
-    def remove(self, name: str) -> None:
-        """Close the connection to a peer. No read from it may be in flight."""
-        self.call("cannot remove a peer's agent", "remove_remote_agent", name)
 
     def read(self, name: str, local: Memory, remote: Memory) -> Transfer:
         """Begin to copy regions of the peer's memory into ours.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from ..checked import integer, seconds
 from ..errors import ConfigurationError
@@ -30,9 +30,7 @@ class NIXLOptions(PlaintextOptions):
         net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means that variable, otherwise all, or
             `lo` alone unless `allow_plaintext`.
         refuse_tcp: Fail instead of moving bytes over TCP, where a reader that dies can abort its owner's process.
-        agents: `"per_peer"`: each peer has a NIXL agent of its own, and ending a read by force costs that peer only.
-            `"shared"`: one agent for all peers, so the pool is registered once; ending a read by force costs all peers.
-        drain_s: Seconds that a read which timed out may take to end by itself. After that its agent is destroyed.
+        drain_s: Seconds that a read which timed out may take to end by itself. After that the peer's agent is destroyed.
         poll_us: Shortest pause between two looks at a read, in microseconds. Later pauses grow with the read's duration.
     """
 
@@ -44,7 +42,6 @@ class NIXLOptions(PlaintextOptions):
     tls: str = ""
     net_devices: str = ""
     refuse_tcp: bool = True
-    agents: Literal["per_peer", "shared"] = "per_peer"
     drain_s: Annotated[float, seconds(0.0, 3600)] = 2.0
     poll_us: Annotated[int, integer(1, 100_000)] = 50
     slice_bytes: Annotated[int, integer(64 << 10)] = 16 << 20

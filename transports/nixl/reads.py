@@ -119,17 +119,6 @@ class Reader:
         self._drop(transfer)
         return True
 
-    def close(self) -> None:
-        """Release what is kept for later reads. None is in flight."""
-        for look in self._looks.values():
-            look.transfer.release()
-            self._agent.give_back_word(look.word)
-        self._looks.clear()
-
-    def unended(self) -> list[Read[Any]]:
-        """Return the reads that have not ended."""
-        return [transfer.read for transfer in self._transfers.values()]
-
     @property
     def num_in_flight(self) -> int:
         """Reads that have not ended."""

@@ -26,7 +26,7 @@ from .._descriptors import warn_if_few
 from .._limited_log import LimitedLog
 from .._memory import WordTable, private_arena
 from .._options import parse_options
-from .._outside import outside, survived
+from .._outside import outside
 from .._slices import SliceLimits, SlicePlan
 from ..base import Arena, Endpoint
 from ..endpoint import Peer, PeerTable, PeerTransport, Read
@@ -121,15 +121,16 @@ Connection = Address | Handshake | Link
 
 
 class Agents:
-    """The NIXL agents through which peers are read and read from us.
+    """Makes the NIXL agents through which peers are read and read from us.
+
+    Each peer has one of its own. Only the end of an agent ends a read with certainty, and it must not cost other peers.
 
     Attributes:
         device: The number of the GPU that holds our pool; 0 for main memory.
     """
 
-    def __init__(self, nixl: NIXL, served: RegisteredPool, options: NIXLOptions, device: int) -> None:
+    def __init__(self, nixl: NIXL, served: RegisteredPool, device: int) -> None:
         self._nixl = nixl
-        self.is_shared = options.agents == "shared"
         self.device = device
         pool = served.pool
         self.addresses = np.array([segment.address for segment in pool.segments], dtype=np.uint64)
@@ -144,32 +145,10 @@ class Agents:
                 ),
             ),
         )
-        self._shared: Agent | None = None
 
-    def take(self) -> Agent:
-        """Return the agent for a new peer. Raises: see `Agent`."""
-        if not self.is_shared:
-            return Agent(self._nixl, self._memory)
-        if self._shared is None:
-            self._shared = Agent(self._nixl, self._memory)
-        return self._shared
-
-    def let_go(self, agent: Agent, remote: Remote | None) -> None:
-        """End a peer's connection. No read from it may be in flight, unless it has an agent of its own.
-
-        Raises:
-            TransportError: NIXL cannot do it.
-        """
-        if agent is not self._shared:
-            agent.close()
-        elif remote is not None:
-            agent.remove(remote.agent)
-
-    def close(self) -> None:
-        """Destroy the shared agent, if there is one, and with it whatever any peer's reads still write."""
-        agent, self._shared = self._shared, None
-        if agent is not None:
-            agent.close()
+    def make(self) -> Agent:
+        """Make the agent of a new peer. Raises: see `Agent`."""
+        return Agent(self._nixl, self._memory)
 
 
 # == the backend ===================================================================================
@@ -195,10 +174,9 @@ class NIXLBackend(PlainStreamBackend[Connection]):
         self._nixl = nixl
         self._served = served
         self._limits = SliceLimits(options.slice_bytes, _MAX_ROWS)
-        self._agents = Agents(nixl, served, options, device)
+        self._agents = Agents(nixl, served, device)
         self._links: dict[Peer[Connection], Link] = {}
         self._active: dict[Peer[Connection], None] = {}  # those whose agents the loop asks
-        self._stuck: dict[Peer[Connection], Link] = {}  # left while the shared agent still reads from them
         self._last_change = -math.inf
         self._keep_alive = KeepAlive(self, self._links, options.peer_timeout_s)
 
@@ -213,20 +191,15 @@ class NIXLBackend(PlainStreamBackend[Connection]):
             super().hang_up(peer, error)
             return
         self._active.pop(peer, None)
-        link = self._links.pop(peer, None)
+        self._links.pop(peer, None)
         if isinstance(connection, Handshake):
             self.refuse(connection.channel, error)
         try:
             # Before the agent: so the peer sees the end of the connection no later than that of the agent.
             super().hang_up(peer, error)
         finally:
-            agent = connection.agent
-            if link is not None and self._agents.is_shared and link.reader.num_in_flight:
-                self._drain(peer, link)
-            elif agent is not None and not agent.is_destroyed:
-                if link is not None and self._agents.is_shared:
-                    link.reader.close()
-                self._agents.let_go(agent, connection.remote)
+            if connection.agent is not None:
+                connection.agent.close()
 
     def lose(self, peer: Peer[Connection], error: Exception) -> None:
         if type(error) is TransportError:
@@ -247,7 +220,7 @@ class NIXLBackend(PlainStreamBackend[Connection]):
             case Preface() if not handshake.is_prefaced:
                 handshake.is_prefaced = True
                 if not peer.incoming:
-                    handshake.agent = self._agents.take()
+                    handshake.agent = self._agents.make()
                     handshake.channel.send(self._hello(handshake.agent))
             case Hello() if handshake.is_prefaced and handshake.remote is None:
                 self._on_hello(peer, handshake, incoming)
@@ -261,7 +234,7 @@ class NIXLBackend(PlainStreamBackend[Connection]):
     def _on_hello(self, peer: Peer[Connection], handshake: Handshake, hello: Hello) -> None:
         """Connect our agent to the peer's."""
         if handshake.agent is None:
-            handshake.agent = self._agents.take()
+            handshake.agent = self._agents.make()
         segments = (
             Segment(address, num_bytes, hello.kind)
             for address, num_bytes in zip(hello.addresses.tolist(), hello.num_bytes, strict=True)
@@ -368,62 +341,17 @@ class NIXLBackend(PlainStreamBackend[Connection]):
         if link is None:
             # The connection is closed. If its agent is not destroyed, NIXL may still write.
             connection = read.peer.connection
-            return isinstance(connection, Link) and self._has_ended(read.peer, connection)
+            return isinstance(connection, Link) and connection.agent.is_destroyed
         if link.reader.stop(read):
             return True
         # Only destroying the agent ends a read with certainty, and that costs the peer. So give it some time to finish.
         self._call_after(self._options.drain_s, lambda: self._give_up(read))
         return False
 
-    def _has_ended(self, peer: Peer[Connection], link: Link) -> bool:
-        return link.agent.is_destroyed or (peer not in self._stuck and self._agents.is_shared)
-
     def _give_up(self, read: Read[Connection]) -> None:
         if self.peers.read(read.transfer_id) is read:
             error = "a read timed out, and NIXL did not end it; its agent was destroyed"
             self.peers.lose(read.peer, TransferTimeoutError(error))
-            self._end_shared(
-                read.peer
-            )  # its time is over; without a shared agent there is nothing left to end
-
-    # -- the shared agent ------------------------------------------------------------------------------
-
-    def _drain(self, peer: Peer[Connection], link: Link) -> None:
-        """Wait for the reads of a peer that left: the shared agent cannot be destroyed for one peer alone."""
-        self._stuck[peer] = link
-        self._active[peer] = None
-        self._call_after(self._options.drain_s, lambda: self._end_shared(peer))
-
-    def _end_shared(self, peer: Peer[Connection]) -> None:
-        """Destroy the shared agent, because reads from a peer that left do not end. This costs all peers."""
-        if peer not in self._stuck:
-            return
-        self._agents.close()
-        stuck, self._stuck = self._stuck, {}
-        for link in stuck.values():
-            for read in link.reader.unended():
-                self.peers.end_read(read)
-        for other, connection in [(p, p.connection) for p in (*self._links, *self._active)]:
-            if isinstance(connection, Handshake | Link) and other not in stuck:
-                error = "the NIXL agent that all peers share was destroyed, because a read from one of them did not end"
-                self.peers.lose(other, PeerLostError(error))
-        for left in stuck:
-            self._active.pop(left, None)
-
-    def _settle_stuck(self, peer: Peer[Connection], link: Link) -> bool:
-        try:
-            has_worked = link.reader.settle()
-        except TransportError:
-            # One slice has failed, which says nothing about the others.
-            self._end_shared(peer)
-            return True
-        if not link.reader.num_in_flight:
-            del self._stuck[peer]
-            self._active.pop(peer, None)
-            with survived("cannot remove a peer's agent", self.peers.log):
-                link.reader.close()
-                self._agents.let_go(link.agent, link.remote)
-        return has_worked
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -489,8 +417,6 @@ class NIXLBackend(PlainStreamBackend[Connection]):
         return has_worked
 
     def _settle_link(self, peer: Peer[Connection], link: Link, now: float) -> bool:
-        if peer in self._stuck:
-            return self._settle_stuck(peer, link)
         has_worked = link.reader.settle()
         if link.reader.num_in_flight:
             if now - link.said_reading > _READING_S:
@@ -514,12 +440,6 @@ class NIXLBackend(PlainStreamBackend[Connection]):
     def stop_serving(self) -> None:
         # Peers may read until our agents are destroyed, but they find their guards cleared.
         self._served.guards.clear_all()
-
-    def close(self) -> None:
-        try:
-            self._agents.close()
-        finally:
-            super().close()
 
 
 class NIXLTransport(PeerTransport):

@@ -12,7 +12,6 @@ so a dead peer costs a read, and never the process.
 
     options    options and addresses
     library    all calls of `ucxx`
-    nixl_ucx   the UCX inside NIXL's wheel
     wire       frames ↔ dataclasses
     staging    memory in which small regions travel together
     serving    answers fetches

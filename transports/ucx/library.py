@@ -12,7 +12,6 @@ import ctypes
 import functools
 import os
 import select
-import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -27,8 +26,10 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
-from . import nixl_ucx
 from .options import REMEDY, SCHEME, UCXOptions
+
+#: What `ucxx` is linked with. All other libraries of UCX are found through it.
+_SONAME = "libucp.so.0"
 
 _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; either works without CUDA"
 
@@ -99,7 +100,7 @@ class _Library:
 
     def __init__(self) -> None:
         self.core, self.array = _import_ucxx()
-        self.ucp = ctypes.CDLL(nixl_ucx.SONAME, mode=os.RTLD_NOLOAD)
+        self.ucp = ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD)
         self.ucp.ucp_ep_query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
         self.ucp.ucp_worker_get_efd.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
         self.ucp.ucp_tag_probe_nb.argtypes = (
@@ -112,7 +113,7 @@ class _Library:
         for free in (self.ucp.ucp_worker_destroy, self.ucp.ucp_cleanup, self.ucp.ucp_request_free):
             free.argtypes = (ctypes.c_void_p,)
             free.restype = None
-        # These two are in libucs, whose file has another name in NIXL's wheel. The loader finds them through libucp.
+        # This and the next function are in libucs, which the loader finds through libucp.
         self.ucp.ucs_status_string.restype = ctypes.c_char_p
         if "UCX_LOG_LEVEL" not in os.environ:
             # Every failure arrives as an error, with its peer; UCX would write it to the terminal as well.
@@ -122,25 +123,13 @@ class _Library:
 def _import_ucxx() -> tuple[Any, Any]:
     """Import `ucxx`, and undo what it writes into the environment: each context gets its settings from us."""
     before = dict(os.environ)
-    # The package `libucx` loads the UCX of its own wheel, so hide it from `ucxx` if that of NIXL's wheel is loaded.
-    is_hidden = _load_nixl_ucx.cache_info().currsize > 0 and "libucx" not in sys.modules
-    if is_hidden:
-        sys.modules["libucx"] = None  # type: ignore[assignment]
     try:
         from ucxx._lib import libucxx
         from ucxx._lib.arr import Array
     finally:
-        if is_hidden:
-            del sys.modules["libucx"]
         for name in set(os.environ) - set(before):
             del os.environ[name]
     return libucxx, Array
-
-
-@functools.cache
-def _load_nixl_ucx() -> None:
-    """Have `ucxx` use the UCX of NIXL's wheel. A process loads one UCX and keeps it."""
-    nixl_ucx.load()
 
 
 @functools.cache
@@ -190,12 +179,10 @@ class Context:
         """Open the devices.
 
         Raises:
-            BackendUnavailableError: `ucxx` cannot be imported, or `library` names a UCX that is not installed.
-            ConfigurationError: UCX refuses the settings, has nothing that fits them, or `library` comes too late.
+            BackendUnavailableError: `ucxx` cannot be imported.
+            ConfigurationError: UCX refuses the settings, or has nothing that fits them.
             BackpressureError: there are not enough descriptors.
         """
-        if options.library == "nixl":
-            _load_nixl_ucx()
         self.library: Final = _library()
         self.options: Final = options
         self.reserve: Final = reserve

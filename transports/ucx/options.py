@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 from ..checked import integer
 from ..errors import ConfigurationError, PeerRefusedError
@@ -25,8 +25,6 @@ class UCXOptions(PlaintextOptions):
         net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
             `allow_plaintext`.
         refuse_tcp: Fail instead of moving bytes over TCP.
-        library: The UCX to load, once per process: `"default"` is the one that `ucxx` finds (or has found), `"nixl"` the
-            one inside NIXL's wheel, which has RDMA. The latter must be chosen before anything imports `ucxx`.
         rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in `UCX_RNDV_THRESH`.
             `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent at once.
         rndv_scheme: How UCX does a rendezvous, as in `UCX_RNDV_SCHEME`.
@@ -42,7 +40,6 @@ class UCXOptions(PlaintextOptions):
     tls: str = ""
     net_devices: str = ""
     refuse_tcp: bool = False
-    library: Literal["default", "nixl"] = "default"
     rndv_threshold: str = "auto"
     rndv_scheme: str = "auto"
     tcp_segment_bytes: Annotated[int, integer(8 << 10, 16 << 20)] = 256 << 10
