@@ -10,7 +10,7 @@ talks to the peer is destroyed, which ends the read for certain, and only then i
 
     options    options and addresses
     library    all calls of NIXL
-    host_libraries  keeps the host's libnl apart from the copy in NIXL's wheel
+    libnl      keeps the host's libnl apart from the copy in NIXL's wheel
     wire       frames ↔ dataclasses
     reads      slices, and the look at the guard
     transport  `NIXLTransport` and its backend: connections, handshakes and agents

@@ -31,7 +31,7 @@ from .._descriptors import Reserve
 from .._memory import WORD_BYTES, address_of
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError, TransportError
 from ..regions import AddressArray, Int64Array, MemoryKind
-from .host_libraries import keep_libnl_apart
+from .libnl import keep_libnl_apart
 from .options import REMEDY, SCHEME, NIXLOptions
 
 logger = logging.getLogger(__name__)
