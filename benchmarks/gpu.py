@@ -45,7 +45,7 @@ def contenders_at(place: str) -> list[Contender]:
         copy("copy from the GPU", "from"),
         copy("copy to the GPU", "to"),
         Contender(SOCKETS, own_staged_sockets, StagedSocketReader, on_gpu),
-        Contender("plain sockets, no GPU", own_sockets, SocketReader, {"congestion_control": ""}),
+        Contender("plain sockets, no GPU", own_sockets, SocketReader, {}),
         ours("kvferry shm", "shm"),
         ours("kvferry tcp", "tcp"),
         ours("kvferry tcp, unchecked", "tcp", checksums=False),

@@ -69,9 +69,6 @@ def parse_arguments() -> argparse.Namespace:
         "--pool-mib", type=int, default=256, help="pool of each process in MiB (default: %(default)s)"
     )
     parser.add_argument(
-        "--congestion-control", default="", help="TCP congestion control (default: the system's)"
-    )
-    parser.add_argument(
         "--idle-peers",
         type=int,
         default=200,
@@ -105,7 +102,7 @@ def chosen(
     """Return the contenders and shapes to measure. Memcpy and plain sockets are always among the contenders."""
     contenders = [
         contender
-        for contender in all_contenders(secret_file, certificates, arguments.congestion_control)
+        for contender in all_contenders(secret_file, certificates)
         if contender.name in (MEMCPY, SOCKETS) or any(text in contender.name for text in arguments.only)
     ]
     contenders += [ours(name, scheme, json.loads(options)) for name, scheme, options in arguments.variant]

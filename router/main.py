@@ -37,7 +37,7 @@ from .app import Router
 from .membership import ROLES, DnsTarget, parse_target
 from .nodes import NodePool
 from .performance import DecodeAlone
-from .policies import DEFAULT_LOAD_FACTOR, DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
+from .policies import DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
 from .sources import DnsName, LookUpError, NodesFile, NodeSource
 from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
 from .ways import Options
@@ -148,14 +148,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="characters of the prompt that --prefill-policy prefix compares; of a prompt of token ids, a quarter as many "
         "tokens (default: %(default)d)",
-    )
-    group.add_argument(
-        "--prefix-load-factor",
-        type=float,
-        default=DEFAULT_LOAD_FACTOR,
-        metavar="F",
-        help="with --prefill-policy prefix, a node takes at most this multiple of the mean number of requests per node; the next "
-        "prompts go to another node (default: %(default)g)",
     )
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -334,7 +326,7 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
     urls: dict[str, list[str]] = {}
     try:
         ejection = EjectionRule(options.eject_after, options.eject_s)
-        affinity = PrefixAffinity(length=options.prefix_length, factor=options.prefix_load_factor)
+        affinity = PrefixAffinity(length=options.prefix_length)
         for role in ROLES:
             targets = [parse_target(text) for text in getattr(options, role)]
             urls[role] = [target for target in targets if isinstance(target, str)]

@@ -22,7 +22,7 @@ from ..web.errors import ApiError, bad_request
 from .first_tokens import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, ROLES, Contributions, Role, server_name_of
-from .policies import DEFAULT_LOAD_FACTOR, LeastLoaded, Policy
+from .policies import LOAD_FACTOR, LeastLoaded, Policy
 from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus, bound
 
 logger = logging.getLogger(__name__)
@@ -591,7 +591,7 @@ def _chosen(
 ) -> UpstreamNode:
     best = min(node.rank for node in candidates)
     equals = [node for node in candidates if node.rank == best]
-    share = bound({node.url: node.in_flight for node in equals}, DEFAULT_LOAD_FACTOR)
+    share = bound({node.url: node.in_flight for node in equals}, LOAD_FACTOR)
     known = (node for node in equals if node.url == preferred and node.in_flight < share)
     return next(known, None) or policy.choose(equals, body)
 

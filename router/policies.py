@@ -7,7 +7,6 @@ two concurrent prompts one may wait for the other while a second node is idle. `
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
@@ -16,7 +15,9 @@ from .ring import Ring, choose
 
 PolicyName = Literal["least-loaded", "prefix"]
 DEFAULT_PREFIX_LENGTH = 256
-DEFAULT_LOAD_FACTOR = 1.25
+#: A node's share of the requests, as a multiple of the mean. Smaller ones move prompts away from their cache more often,
+#: larger ones let requests wait while another node is idle.
+LOAD_FACTOR = 1.25
 #: The usual mean for English text.
 CHARS_PER_TOKEN = 4
 #: Deeper values do not count: `messages[0]["content"][0]["image_url"]["url"]` has depth 6.
@@ -68,19 +69,15 @@ class PrefixAffinity(Policy):
 
     Args:
         length: Characters of the prompt that decide.
-        factor: A node's share, as a multiple of the mean.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: The length is out of range.
     """
 
-    def __init__(self, *, length: int = DEFAULT_PREFIX_LENGTH, factor: float = DEFAULT_LOAD_FACTOR) -> None:
+    def __init__(self, *, length: int = DEFAULT_PREFIX_LENGTH) -> None:
         if length < 1:
             raise ValueError(f"--prefix-length {length}: it must be at least 1 character")
-        if not (math.isfinite(factor) and factor >= 1):
-            raise ValueError(f"--prefix-load-factor {factor:g}: it must be at least 1")
         self._length = length
-        self._factor = factor
         self._ring = Ring(())
         self._num_first = 0
         self._num_later = 0
@@ -92,7 +89,7 @@ class PrefixAffinity(Policy):
         usable = {node.url: node for node in candidates}
         loads = {url: node.in_flight for url, node in usable.items()}
         key = prefix_key(body, self._length)
-        chosen = choose(self._ring, key, loads, self._factor)
+        chosen = choose(self._ring, key, loads, LOAD_FACTOR)
         if chosen == next(self._ring.walk(key)):
             self._num_first += 1
         else:
@@ -103,7 +100,7 @@ class PrefixAffinity(Policy):
         return {
             "name": "prefix",
             "prefix_length": self._length,
-            "load_factor": self._factor,
+            "load_factor": LOAD_FACTOR,
             "num_at_first_node": self._num_first,
             "num_at_later_node": self._num_later,
         }

@@ -1,15 +1,29 @@
-"""Options: a mapping that a user wrote becomes a frozen dataclass, or an error that names the key."""
+"""Options: a mapping that a user wrote becomes a frozen dataclass, or an error that names the key.
+
+A field with the metadata `INTERNAL` is no option: no user could choose its value without a profiler. A test sets it in the
+dataclass itself.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 from .checked import Refused, defaults_of, record, shown
 from .errors import ConfigurationError
 
 Options = TypeVar("Options")
+
+#: `size: int = field(default=7, metadata=INTERNAL)`; see the module.
+INTERNAL: Final[Mapping[str, bool]] = MappingProxyType({"internal": True})
+
+
+def option_names(cls: Any) -> tuple[str, ...]:
+    """Return the fields of a dataclass that users set, in their order."""
+    return tuple(option.name for option in fields(cls) if option.metadata != INTERNAL)
 
 
 def parse_options(cls: type[Options], options: Mapping[str, object], scheme: str) -> Options:
@@ -25,14 +39,13 @@ def from_mapping(cls: type[Options], mapping: object, noun: str, place: str = ""
         place: Where it stands, in an error message, e.g. `" of transport 'shm'"`.
 
     Raises:
-        ConfigurationError: `mapping` is no mapping; `cls` has no field for a key, or a required one is missing; or what
-            `cls` itself refuses.
+        ConfigurationError: `mapping` is no mapping; a key is not among `option_names`, or a required one is missing; or
+            what `cls` itself refuses.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigurationError(f"the {noun}s{place} must be a mapping, got {shown(mapping)}", value=mapping)
-    known = defaults_of(cls)
-    require_known(mapping, known, noun, place)
-    for name, has_default in known.items():
+    require_known(mapping, option_names(cls), noun, place)
+    for name, has_default in defaults_of(cls).items():
         if name not in mapping and not has_default:
             raise ConfigurationError(f"{noun} {name!r}{place} is missing", key=name)
     return cls(**mapping)

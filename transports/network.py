@@ -176,18 +176,13 @@ class NetworkOptions(HandshakeOptions):
             return self.bind_host, self.ports()
         return address.host, range(address.port, address.port + 1)
 
-    def listen(
-        self, host: str, ports: range, prepare: Callable[[socket.socket], None] = lambda _: None
-    ) -> tuple[socket.socket, HostPort]:
+    def listen(self, host: str, ports: range) -> tuple[socket.socket, HostPort]:
         """Listen on the first of `ports` that is free; return the socket, and where peers connect to reach it.
-
-        Args:
-            prepare: See `listen_on`.
 
         Raises:
             ConfigurationError: see `listen_on`; or `advertise_host` is not set, and the socket is on every interface.
         """
-        listener = listen_on(host, ports, prepare)
+        listener = listen_on(host, ports)
         bound_host, port = listener.getsockname()[:2]
         if not self.advertise_host and ipaddress.ip_address(bound_host).is_unspecified:
             listener.close()
@@ -231,13 +226,8 @@ class PlaintextOptions(NetworkOptions):
 # == listening =====================================================================================
 
 
-def listen_on(
-    host: str, ports: range, prepare: Callable[[socket.socket], None] = lambda _: None
-) -> socket.socket:
+def listen_on(host: str, ports: range) -> socket.socket:
     """Listen on the first of `ports` that is free. Port 0 lets the system choose.
-
-    Args:
-        prepare: Called with the socket before it is bound. If it raises an `OSError`, the next port is tried.
 
     Raises:
         ConfigurationError: `host` is not an address of this machine, or no port is free.
@@ -255,7 +245,6 @@ def listen_on(
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
-            prepare(bound)
             bound.bind((address[0], port, *address[2:]))
             bound.listen(_BACKLOG)
         except OSError as error:

@@ -266,7 +266,7 @@ class HostTransport(PeerTransport):
     derives from `PeerTransport`.
 
     Args:
-        options: The fields of `options_type`.
+        options: The options of `options_type`.
 
     Raises:
         ConfigurationError: an option is unknown or wrong. Nothing was opened.

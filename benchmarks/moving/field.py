@@ -75,31 +75,29 @@ def nixl_pair(tls: str) -> tuple[Contender, Contender]:
     )
 
 
-def all_contenders(secret_file: Path, certificates: Path, congestion_control: str) -> list[Contender]:
+def all_contenders(secret_file: Path, certificates: Path) -> list[Contender]:
     """Return every contender, installed or not.
 
     Args:
         secret_file: Secret for both ends of an encrypted connection.
         certificates: Folder with `ca.pem`, `node.pem` and `node.key`, for both ends of a connection with TLS.
-        congestion_control: For every TCP connection on which it can be set; empty keeps the system's.
     """
-    plain = {"congestion_control": congestion_control}
-    curve = {**plain, "curve": "on", "shared_secret_file": str(secret_file)}
+    curve = {"curve": "on", "shared_secret_file": str(secret_file)}
     files = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
-    tls = {**plain, "tls": "on", **{key: str(certificates / name) for key, name in files.items()}}
+    tls = {"tls": "on", **{key: str(certificates / name) for key, name in files.items()}}
     return [
         Contender(MEMCPY, own_nothing, MemcpyReader),
-        Contender(SOCKETS, own_sockets, SocketReader, plain),
+        Contender(SOCKETS, own_sockets, SocketReader, {}),
         ours("kvferry shm", "shm", {}, twin="NIXL, cma"),
         ours("kvferry shm, no arena", "shm", {}, in_arena=False),
         ours("kvferry shm, 1 thread", "shm", {"copy_threads": 1}),
-        ours("kvferry tcp, unchecked", "tcp", {**plain, "checksums": False}, twin=SOCKETS),
-        ours("kvferry tcp", "tcp", plain, twin=SOCKETS),
-        ours("kvferry tcp, staged", "tcp", plain, staged=True, twin="kvferry tcp"),
+        ours("kvferry tcp, unchecked", "tcp", {"checksums": False}, twin=SOCKETS),
+        ours("kvferry tcp", "tcp", {}, twin=SOCKETS),
+        ours("kvferry tcp, staged", "tcp", {}, staged=True, twin="kvferry tcp"),
         ours("kvferry tcp, TLS", "tcp", tls, twin="kvferry zeromq, CURVE"),
-        ours("kvferry zeromq, unchecked", "zeromq", {**plain, "checksums": False}, twin=SOCKETS),
-        ours("kvferry zeromq", "zeromq", plain, twin=SOCKETS),
-        ours("kvferry zeromq, staged", "zeromq", plain, staged=True, twin="kvferry zeromq"),
+        ours("kvferry zeromq, unchecked", "zeromq", {"checksums": False}, twin=SOCKETS),
+        ours("kvferry zeromq", "zeromq", {}, twin=SOCKETS),
+        ours("kvferry zeromq, staged", "zeromq", {}, staged=True, twin="kvferry zeromq"),
         ours("kvferry zeromq, CURVE", "zeromq", curve, twin=SOCKETS),
         ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}, twin="NIXL, tcp"),
         ours("kvferry ucx, tcp, staged", "ucx", {"tls": "tcp"}, staged=True, twin="kvferry ucx, tcp"),

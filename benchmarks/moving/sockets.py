@@ -26,8 +26,6 @@ def own_sockets(setup: Setup, reader: Connection) -> None:
     memory = pool_memory(setup.pool_bytes)
     np.frombuffer(memory, dtype=np.int64)[:] = np.arange(setup.pool_bytes // 8)
     with socket.socket() as listener:
-        if control := setup.options["congestion_control"]:
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.settimeout(TIMEOUT_S)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from ...transports._options import require_valid
+from ...transports._options import INTERNAL, require_valid
 from ...transports.checked import integer, seconds
 from ...transports.errors import ConfigurationError
 
@@ -13,17 +13,24 @@ Seconds = Annotated[float, seconds()]
 Count = Annotated[int, integer(1)]
 
 
+#: Longest time between two heartbeats of a consumer, so that a long lease of its own does not cost it a short one of a producer.
+_MAX_HEARTBEAT_S = 5.0
+
+
+# Users choose how long blocks stay reserved and how long a request may wait: that follows from what they know, which is the load,
+# the network and the patience of clients. `max_peer_ranks` follows from the size of their nodes. The other fields are internal:
+# they bound the protocol's retries and what it remembers, and no load or network asks for another value.
 @dataclass(frozen=True)
 class HandoffConfig:
     """Deadlines and bounds of the handoff protocol.
 
     Attributes:
-        lease_s: A producer keeps an offer for this long after its consumer was last heard.
+        lease_s: A producer keeps an offer for this long after its consumer was last heard. A consumer renews its leases after a
+            sixth of its own `lease_s`, and at least every 5 s, so set the same value on both.
         answer_lease_s: A decode node keeps the offer of an answer for this long, until a consumer claims it. It is the time
             that a user has to send the next message of a conversation.
         max_hold_s: Longest time for which a producer renews the lease of a finished request, however often its consumer
             asks for that. Must be more than a consumer's `load_wait_s`.
-        heartbeat_s: A consumer renews its leases this often; at most half of `lease_s`.
         connect_timeout_s: On the consumer's side, from the decision to connect to the end of the handshake; on the
             producer's side, from a connection to its first message.
         claim_timeout_s: From a claim, or the producer's last message about it, to the next message. A producer whose
@@ -50,32 +57,29 @@ class HandoffConfig:
     lease_s: Seconds = 30.0
     answer_lease_s: Seconds = 60.0
     max_hold_s: Seconds = 600.0
-    heartbeat_s: Seconds = 5.0
     connect_timeout_s: Seconds = 5.0
     claim_timeout_s: Seconds = 10.0
     load_wait_s: Seconds = 300.0
-    progress_wait_s: Seconds = 30.0
+    progress_wait_s: Seconds = field(default=30.0, metadata=INTERNAL)
     read_timeout_s: Seconds = 30.0
-    backoff_s: Seconds = 0.1
-    max_backoff_s: Seconds = 2.0
-    max_failed_claims: Count = 4096
+    backoff_s: Seconds = field(default=0.1, metadata=INTERNAL)
+    max_backoff_s: Seconds = field(default=2.0, metadata=INTERNAL)
+    max_failed_claims: Count = field(default=4096, metadata=INTERNAL)
     rendezvous_wait_s: Seconds = 30.0
-    max_rendezvous: Count = 4096
+    max_rendezvous: Count = field(default=4096, metadata=INTERNAL)
     max_peer_ranks: Count = 64
-    max_connecting: Count = 32
+    max_connecting: Count = field(default=32, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         require_valid(self)
-        if self.heartbeat_s > self.lease_s / 2:
-            raise ConfigurationError(
-                f"heartbeat_s={self.heartbeat_s} must be at most half of lease_s={self.lease_s}: lower heartbeat_s or "
-                "raise lease_s",
-                key="heartbeat_s",
-                value=self.heartbeat_s,
-            )
         if self.max_backoff_s < self.backoff_s:
             raise ConfigurationError(
                 f"max_backoff_s={self.max_backoff_s} must be at least backoff_s={self.backoff_s}",
                 key="max_backoff_s",
                 value=self.max_backoff_s,
             )
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a consumer renews its leases."""
+        return min(_MAX_HEARTBEAT_S, self.lease_s / 6)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
-from ...transports._options import require_known, require_valid
+from ...transports._options import option_names, require_known, require_valid
 from ...transports.checked import Refused, integer, shown
 from ...transports.errors import ConfigurationError
 from ..handoff.config import HandoffConfig
 
-_TIMING_KEYS = tuple(setting.name for setting in fields(HandoffConfig))
+_TIMING_KEYS = option_names(HandoffConfig)
 
 
 def _scheme(value: object) -> str:

@@ -24,7 +24,7 @@ from .harness import (
 from .node import ModelFreeNode
 from .shapes import CacheShape, Request
 
-SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
+SHORT_LEASE = {"lease_s": 0.2}
 
 #: Shorter than any deadline of the protocol: what ends within this time ended without waiting for one.
 AT_ONCE_S = 8.0
@@ -91,7 +91,7 @@ class FailurePromises:
 
     def test_a_claim_keeps_the_lease_alive(self, make_node: MakeNode) -> None:
         # Long enough that heartbeats arrive in time even if this process has to wait for a core.
-        options = {"lease_s": 1.5, "heartbeat_s": 0.1}
+        options = {"lease_s": 1.5}
         producer, consumer = make_node(options=options), make_node(options=options)
         offered, params = producer.prefill("p", 10, seed=7)
         expected = producer.contents(offered)

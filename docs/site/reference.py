@@ -22,6 +22,7 @@ from kvferry.cli.main import commands_of, make_parser
 from kvferry.cli.programs import PROGRAMS
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.p2p.options import ConnectorOptions
+from kvferry.transports._options import option_names
 from kvferry.transports.auto.transport import AutoOptions
 from kvferry.transports.checked import Refused, record
 from kvferry.transports.network import NetworkOptions
@@ -104,7 +105,12 @@ def option_table(cls: type, without: type | None = None) -> str:
         {} if without is None else {f.name: (f.default, meanings(without)[f.name]) for f in fields(without)}
     )
     texts = meanings(cls)
-    own = [f.name for f in fields(cls) if inherited.get(f.name) != (f.default, texts[f.name])]
+    options = set(option_names(cls))
+    own = [
+        f.name
+        for f in fields(cls)
+        if f.name in options and inherited.get(f.name) != (f.default, texts[f.name])
+    ]
     return table(option_rows(cls, own))
 
 

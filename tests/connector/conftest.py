@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from kvferry.connector.p2p.options import ConnectorOptions
 from tests.support.gpu_pools import GpuPools, pools_on_a_gpu
 
 
@@ -14,3 +17,24 @@ def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
     """Have the nodes of a test keep their pools on a GPU. Nodes must be closed before this fixture ends."""
     with pools_on_a_gpu(monkeypatch) as pools:
         yield pools
+
+
+@pytest.fixture
+def tune(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set internal fields of `HandoffConfig`, which are no options, in the nodes that the test makes afterwards."""
+    parse = ConnectorOptions.from_mapping
+
+    def tune(**fields: float) -> None:
+        def parse_and_tune(mapping: Mapping[str, Any], scheme: str = "") -> ConnectorOptions:
+            options = parse(mapping, scheme)
+            return replace(options, handoff=replace(options.handoff, **fields))
+
+        monkeypatch.setattr(ConnectorOptions, "from_mapping", parse_and_tune)
+
+    return tune
+
+
+@pytest.fixture
+def short_backoffs(tune: Callable[..., None]) -> None:
+    """Have the nodes of a test soon try a lost peer again, because the test waits for that."""
+    tune(backoff_s=0.02, max_backoff_s=0.1)

@@ -67,7 +67,6 @@ def test_options_of_all_kinds_can_be_combined() -> None:
             "cross_layer_blocks": False,
             "address": "shm://@x",
             "lease_s": 4,
-            "heartbeat_s": 1,
             "transport_options": {"a": 1},
         }
     )
@@ -89,8 +88,7 @@ def test_options_of_all_kinds_can_be_combined() -> None:
         ({"lease_s": "30"}, "lease_s"),
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
-        ({"lease_s": 2, "heartbeat_s": 2}, "heartbeat_s"),
-        ({"max_failed_claims": 1.5}, "max_failed_claims"),
+        ({"heartbeat_s": 1}, "heartbeat_s"),
     ],
 )
 def test_a_bad_option_is_named(mapping: dict[str, Any], key: str) -> None:
@@ -166,6 +164,22 @@ def test_an_unknown_option_is_reported_with_the_nearest_name_before_there_is_a_p
     with pytest.raises(ConfigurationError) as caught:
         KVConnectorFactory.check_options(config)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backoff_s": 1}, "unknown connector option 'backoff_s'"),
+        ({"transport_options": {"inline_bytes": 0}}, "unknown option 'inline_bytes' of transport 'shm'"),
+    ],
+)
+def test_an_internal_field_is_no_option(options: dict[str, Any], words: str) -> None:
+    config = KVTransferConfig("shm", "kv_both", kv_connector_extra_config=options)
+    with pytest.raises(ConfigurationError) as caught:
+        KVConnectorFactory.check_options(config)
+    _, _, known = str(caught.value).partition(words)
+    assert ": " in known
+    assert not {"backoff_s", "inline_bytes"} & set(known.split(", "))
 
 
 def test_values_are_checked_as_well() -> None:

@@ -13,18 +13,17 @@ import torch
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from tests.support.gpu_pools import GpuPools
 
+pytestmark = pytest.mark.usefixtures("short_backoffs")
+
 NUM_LOADS = 4
 MAX_TURNS = 6
 
 #: `DEADLINES` are short, because tests wait until they expire. `PATIENT` ones expire only on a machine that is too busy.
 DEADLINES = {
     "lease_s": 0.4,
-    "heartbeat_s": 0.1,
     "connect_timeout_s": 1.0,
     "claim_timeout_s": 0.6,
     "read_timeout_s": 0.4,
-    "backoff_s": 0.02,
-    "max_backoff_s": 0.1,
 }
 PATIENT = {
     **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s", "lease_s"), 20.0),

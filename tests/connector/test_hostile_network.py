@@ -14,6 +14,8 @@ from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine
 from kvferry.transports.testing import HostileProxy, NetworkFault
 from tests.support.gpu_pools import GpuPools
 
+pytestmark = pytest.mark.usefixtures("short_backoffs")
+
 NUM_LOADS = 8
 NUM_FLIPPED = 5
 BLOCK_IDS = b"block_ids"
@@ -23,12 +25,9 @@ SHAPE = CacheShape(num_layers=4, num_blocks=64, num_kv_heads=8, head_size=64)
 NUM_TOKENS = 60
 DEADLINES = {
     "lease_s": 0.6,
-    "heartbeat_s": 0.1,
     "connect_timeout_s": 0.5,
     "claim_timeout_s": 0.5,
     "read_timeout_s": 0.5,
-    "backoff_s": 0.02,
-    "max_backoff_s": 0.1,
 }
 EVERY_FAULT: tuple[NetworkFault, ...] = ("cut", "delay", "truncate", "duplicate", "flip")
 #: Of the last two only the control connection passes through the proxy.

@@ -30,7 +30,7 @@ from kvferry.connector.testing.node import Step
 from kvferry.transports.errors import ConfigurationError
 
 SHM, ZEROMQ = {"kv_connector": "shm"}, {"kv_connector": "zeromq"}
-SHORT_LEASE = {"lease_s": 0.3, "heartbeat_s": 0.05}
+SHORT_LEASE = {"lease_s": 0.3}
 OFFER = {"do_remote_decode": True}
 
 MakeNode = Callable[..., ModelFreeNode]

@@ -208,8 +208,9 @@ def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(m
     assert producer.num_reports("p", "sending") == 1
 
 
-def test_the_wait_for_progress_is_bounded(make_node: MakeNode) -> None:
-    producer, consumer = make_node(), make_node(progress_wait_s=0.2)
+def test_the_wait_for_progress_is_bounded(make_node: MakeNode, tune: Callable[..., None]) -> None:
+    tune(progress_wait_s=0.2)
+    producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
     prefill.compute(8)
     start_load(consumer, prefill.params)

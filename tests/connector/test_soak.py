@@ -13,7 +13,7 @@ import torch
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 
 SHAPE = CacheShape(num_blocks=48)
-OPTIONS = {"lease_s": 0.4, "heartbeat_s": 0.1}
+OPTIONS = {"lease_s": 0.4}
 
 
 @dataclass

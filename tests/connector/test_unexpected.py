@@ -23,13 +23,12 @@ from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 from kvferry.connector.unexpected import Unexpected
 
-#: Deadlines that even a busy machine meets, and short backoffs, because tests wait for them.
+pytestmark = pytest.mark.usefixtures("short_backoffs")
+
+#: Deadlines that even a busy machine meets.
 OPTIONS: Mapping[str, object] = {
     **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s"), 20.0),
     "lease_s": 3.0,
-    "heartbeat_s": 0.1,
-    "backoff_s": 0.02,
-    "max_backoff_s": 0.05,
 }
 INJECTED = "injected by a test"
 

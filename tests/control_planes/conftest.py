@@ -19,7 +19,7 @@ LEASE_S = 4.0
 #: Prompts and answers together have at most 512 tokens, one per byte.
 NODE = (
     *("--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64"),
-    *("--connector", "shm", "--connector-option", f"lease_s={LEASE_S}", "--connector-option", "heartbeat_s=0.5"),
+    *("--connector", "shm", "--connector-option", f"lease_s={LEASE_S}"),
     # Longer than the routers take to notice it: they check every second.
     *("--drain-delay-s", "2.5", "--log-level", "warning"),
 )  # fmt: skip

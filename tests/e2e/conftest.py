@@ -28,7 +28,7 @@ TINY_NODE = (
     "--log-level", "warning",
 )  # fmt: skip
 #: Long enough for a loaded machine, and short enough that a test can wait until a lease expires.
-LEASE = ("--connector-option", "lease_s=6", "--connector-option", "heartbeat_s=1")
+LEASE = ("--connector-option", "lease_s=6")
 
 #: A node that a test stops must count as alive until the test has inspected the others, also on a busy machine.
 PATIENT = ("--connector-option", 'transport_options={"peer_timeout_s": 10}')

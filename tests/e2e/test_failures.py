@@ -41,7 +41,7 @@ def mortal_prefill(launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
 @pytest.fixture(scope="module")
 def short_lease_prefill(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     """A prefill node whose leases are too short for any consumer."""
-    options = ("--connector-option", "lease_s=0.6", "--connector-option", "heartbeat_s=0.2")
+    options = ("--connector-option", "lease_s=0.6")
     node = module_launcher.start_node("short lease", "prefill", *tiny_arguments, *options)
     module_launcher.wait_ready([node], 110)
     return Client(node)

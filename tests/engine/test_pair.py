@@ -140,7 +140,7 @@ def test_an_expired_offer_is_recomputed_or_failed_as_the_policy_says(
     prefill, decode = make_pair(
         options={
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"lease_s": 0.1, "heartbeat_s": 0.05},
+            "kv_connector_extra_config": {"lease_s": 0.1},
         }
     )
     (prompt,) = _prompts([40])

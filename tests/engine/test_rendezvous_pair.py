@@ -23,7 +23,7 @@ class Pair:
     """A prefill and a decode node, and where the first one can be reached."""
 
     def __init__(self, make_node: Any, drive: Any, policy: str = "fail", **decode: Any) -> None:
-        extra = {"rendezvous_wait_s": WAIT_S, "claim_timeout_s": 0.3, "lease_s": 1.0, "heartbeat_s": 0.2}
+        extra = {"rendezvous_wait_s": WAIT_S, "claim_timeout_s": 0.3, "lease_s": 1.0}
         options = {"kv_connector_extra_config": extra}
         self.prefill = make_node(connector="inproc", role="kv_producer", options=options)
         self.decode = make_node(
@@ -124,7 +124,7 @@ def test_halves_that_reach_the_wrong_nodes_end_by_policy(
 ) -> None:
     """The decode request names one prefill node, and the prefill request went to another."""
     pair, name = Pair(make_node, drive, policy), draw_rendezvous_name()
-    extra = {"kv_connector_extra_config": {"lease_s": 1.0, "heartbeat_s": 0.2}}
+    extra = {"kv_connector_extra_config": {"lease_s": 1.0}}
     other = make_node(connector="inproc", role="kv_producer", options=extra)
     other.add("p", PROMPT, max_tokens=1, kv_transfer_params={"do_remote_decode": True, "rendezvous": name})
     pair.ask_decode("d", name)

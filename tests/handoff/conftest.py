@@ -17,7 +17,6 @@ from kvferry.connector.planning.layout import uniform_layout
 def config() -> HandoffConfig:
     return HandoffConfig(
         lease_s=30.0,
-        heartbeat_s=5.0,
         connect_timeout_s=4.0,
         claim_timeout_s=10.0,
         load_wait_s=60.0,

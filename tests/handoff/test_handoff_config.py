@@ -12,7 +12,11 @@ from kvferry.transports.errors import ConfigurationError
 
 def test_the_defaults_are_consistent() -> None:
     HandoffConfig()
-    HandoffConfig(lease_s=2, heartbeat_s=1)
+
+
+@pytest.mark.parametrize(("lease_s", "heartbeat_s"), [(3.0, 0.5), (30.0, 5.0), (600.0, 5.0)])
+def test_a_consumer_renews_a_lease_several_times_before_it_ends(lease_s: float, heartbeat_s: float) -> None:
+    assert HandoffConfig(lease_s=lease_s).heartbeat_s == heartbeat_s
 
 
 @pytest.mark.parametrize(
@@ -26,7 +30,6 @@ def test_the_defaults_are_consistent() -> None:
         ({"read_timeout_s": True}, "read_timeout_s"),
         ({"max_failed_claims": 1.5}, "max_failed_claims"),
         ({"max_failed_claims": 0}, "max_failed_claims"),
-        ({"lease_s": 8, "heartbeat_s": 5}, "heartbeat_s"),
         ({"backoff_s": 3}, "max_backoff_s"),
     ],
 )

@@ -109,7 +109,7 @@ def node_arguments(connector: str, network: Any, host: str, folder: Path) -> lis
         "ucx": {"allow_plaintext": True, "tls": "tcp", "net_devices": "lo"},
     }
     transport = json.dumps({"bind_host": network.address[host], **security[connector]})
-    options = (f"transport_options={transport}", f"lease_s={LEASE_S}", "heartbeat_s=1", "connect_timeout_s=3")
+    options = (f"transport_options={transport}", f"lease_s={LEASE_S}", "connect_timeout_s=3")
     return [
         *("--model", str(folder / "model"), "--threads", "1", "--num-blocks", "64", "--log-level", "warning"),
         *("--connector", connector, *(word for option in options for word in ("--connector-option", option))),

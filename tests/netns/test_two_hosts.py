@@ -27,7 +27,7 @@ LEASE_S = 4.0
 #: Seconds after which both sides have noticed the loss of a peer: the peer timeout, the lease, and a reserve.
 SETTLED_S = PEER_TIMEOUT_S + LEASE_S + 9.0
 CONNECT = {"connect_timeout_s": 3.0, "claim_timeout_s": 4.0}
-HANDOFF = {"lease_s": LEASE_S, "heartbeat_s": 0.5, "read_timeout_s": 15.0, **CONNECT}
+HANDOFF = {"lease_s": LEASE_S, "read_timeout_s": 15.0, **CONNECT}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -78,7 +79,8 @@ def open_endpoint() -> Iterator[Callable[[], Endpoint]]:
 
         def make() -> Endpoint:
             # A test does not serve the endpoints that it does not look at, and on a busy machine it takes its time.
-            transport = UCXTransport({"spin_us": 10_000, "peer_timeout_s": 300})
+            transport = UCXTransport({"peer_timeout_s": 300})
+            transport.options = replace(transport.options, spin_us=10_000)
             resources.callback(transport.close)
             transport.guards.set(GUARD.index, GUARD.value)
             arenas.append(transport.allocate(1 << 20))

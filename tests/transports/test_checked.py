@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from kvferry.transports._options import parse_options, require_valid
+from kvferry.transports._options import INTERNAL, option_names, parse_options, require_valid
 from kvferry.transports.checked import Record, Refused, each, integer, integers, seconds, shown, text
 from kvferry.transports.errors import ConfigurationError
 
@@ -122,6 +122,19 @@ def test_options_are_checked_however_they_are_created() -> None:
             make()
         assert str(caught.value) == "timeout_s must be a number of seconds from 0.1 to 60, got 0"
         assert (caught.value.key, caught.value.value) == ("timeout_s", 0)
+
+
+def test_internal_fields_are_set_in_the_dataclass_and_never_by_a_mapping() -> None:
+    @dataclass(frozen=True)
+    class Tuned:
+        size: Annotated[int, integer(0, 9)] = 1
+        spins: Annotated[int, integer(0, 9)] = field(default=2, metadata=INTERNAL)
+
+    assert option_names(Tuned) == ("size",)
+    assert parse_options(Tuned, {"size": 3}, "x") == Tuned(size=3, spins=2)
+    assert Tuned(spins=4).spins == 4
+    with pytest.raises(ConfigurationError, match="unknown option 'spins' of transport 'x'; known: size"):
+        parse_options(Tuned, {"spins": 4}, "x")
 
 
 def test_a_field_for_a_number_must_declare_bounds() -> None:

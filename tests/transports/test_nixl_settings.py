@@ -30,7 +30,6 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backends": "LIBFABRIC"}, "refuse_tcp"),
         ({"tls": "rc,tcp"}, "refuse_tcp"),
         ({"drain_s": -1}, "drain_s"),
-        ({"poll_us": 0}, "poll_us"),
         ({"tsl": "rc"}, "tsl"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,15 @@ class TestSharedMemory(_Conformance):
 class TestSharedMemoryWithSocketFilesAndTwoCopiers(_Conformance):
     @pytest.fixture
     def create(self, socket_dir: Path) -> Callable[[Mapping[str, object]], Transport]:
-        return lambda options: SharedMemoryTransport(
-            {"socket_dir": str(socket_dir), "copy_threads": 2, "inline_bytes": 0, "num_guards": 64, **options}
-        )
+        def make(options: Mapping[str, object]) -> Transport:
+            fixed = {"socket_dir": str(socket_dir), "copy_threads": 2, "num_guards": 64}
+            transport = SharedMemoryTransport({**fixed, **options})
+            transport._options = replace(
+                transport._options, inline_bytes=0
+            )  # so that the copiers copy everything
+            return transport
+
+        return make
 
 
 def test_a_small_read_ends_at_once() -> None:

@@ -166,8 +166,3 @@ def test_one_node_listens_on_several_addresses(make: Make) -> None:
     server = make()
     addresses = [server.listen("zeromq://127.0.0.1:0"), server.listen("zeromq://127.0.0.2:0")]
     assert all(meet(server, make(), address) for address in addresses)
-
-
-def test_an_unknown_congestion_control_is_an_error(make: Make) -> None:
-    with pytest.raises(ConfigurationError):
-        make(congestion_control="none-such").listen("")

@@ -41,7 +41,6 @@ HOSTS = {
 EXTRA = {
     "transport": "shm",
     "lease_s": 3,
-    "heartbeat_s": 0.5,
     "connect_timeout_s": 2,
     "claim_timeout_s": 2,
 }

@@ -25,7 +25,6 @@ START_S = 400.0
 SOON_S = 10.0
 OPTIONS = {
     "lease_s": 3,
-    "heartbeat_s": 0.5,
     "connect_timeout_s": 2,
     "claim_timeout_s": 2,
 }

@@ -31,7 +31,6 @@ class NIXLOptions(PlaintextOptions):
             `lo` alone unless `allow_plaintext`.
         refuse_tcp: Fail instead of moving bytes over TCP, where a reader that dies can abort its owner's process.
         drain_s: Seconds that a read which timed out may take to end by itself. After that the peer's agent is destroyed.
-        poll_us: Shortest pause between two looks at a read, in microseconds. Later pauses grow with the read's duration.
     """
 
     scheme: ClassVar[str] = SCHEME
@@ -43,7 +42,6 @@ class NIXLOptions(PlaintextOptions):
     net_devices: str = ""
     refuse_tcp: bool = True
     drain_s: Annotated[float, seconds(0.0, 3600)] = 2.0
-    poll_us: Annotated[int, integer(1, 100_000)] = 50
     slice_bytes: Annotated[int, integer(64 << 10)] = 16 << 20
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ _YIELD_S = 100e-6
 #: A pause is this part of the time that passed since something began or ended, so it delays the end by no more than that.
 _PAUSE_PART = 1 / 16
 
+_MIN_PAUSE_S = 50e-6
 _MAX_PAUSE_S = 5e-3
 
 #: Pauses below this are slept, because the poller counts in milliseconds.
@@ -386,7 +387,7 @@ class NIXLBackend(PlainStreamBackend[Connection]):
         passed = self.peers.clock() - self._last_change
         if passed < _YIELD_S:
             return 0.0
-        return max(self._options.poll_us * 1e-6, min(passed * _PAUSE_PART, _MAX_PAUSE_S))
+        return max(_MIN_PAUSE_S, min(passed * _PAUSE_PART, _MAX_PAUSE_S))
 
     def next_look(self) -> float:
         return self.peers.clock() + self._pause() if self._active else math.inf

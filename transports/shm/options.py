@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+from .._options import INTERNAL
 from ..checked import integer, integers, refuse, seconds, string
 from ..serving import HandshakeOptions
 from .copier import PIECE_BYTES
@@ -35,7 +36,7 @@ class SharedMemoryOptions(HandshakeOptions):
     """
 
     copy_threads: Annotated[int, integer(1, 64)] = 2
-    inline_bytes: Annotated[int, integer(0, PIECE_BYTES)] = 2 << 20
+    inline_bytes: Annotated[int, integer(0, PIECE_BYTES)] = field(default=2 << 20, metadata=INTERNAL)
     handshake_timeout_s: Annotated[float, seconds()] = 5.0
     socket_dir: Annotated[str, _folder] = ""
     allowed_uids: Annotated[Sequence[int], integers(0, 2**32 - 2, max_count=65536)] = ()

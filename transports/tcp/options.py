@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final, Literal, Self
 
+from .._options import INTERNAL
 from ..checked import integer
 from ..errors import ConfigurationError
 from ..network import HostPort, NetworkOptions, malformed_address
@@ -39,7 +40,6 @@ class TcpOptions(NetworkOptions):
         window_slices: Slices that may be in flight from one peer.
         spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
             slice is in flight; twice as long after it starts a read. 0: it blocks at once.
-        congestion_control: TCP congestion control; empty keeps the system's default.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
@@ -56,8 +56,7 @@ class TcpOptions(NetworkOptions):
     connections: Annotated[int, integer(1, 16)] = 1
     slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
     window_slices: Annotated[int, integer(1, 64)] = 6
-    spin_us: Annotated[int, integer(0, 10_000)] = 200
-    congestion_control: str = ""
+    spin_us: Annotated[int, integer(0, 10_000)] = field(default=200, metadata=INTERNAL)
 
     @property
     def peer_names(self) -> tuple[str, ...]:

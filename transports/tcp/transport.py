@@ -129,15 +129,9 @@ class TcpBackend(HostStreamBackend[Link]):
         """
         host, ports = self._options.ports_of(Address.parse(address) if address else None)
         with_tls = self._security.for_listening(host)
-        listener, where = self._options.listen(host, ports, self._tune)
+        listener, where = self._options.listen(host, ports)
         self.accept_from(listener, partial(self._accepted, with_tls))
         return str(Address(where.host, where.port, with_tls))
-
-    def _tune(self, sock: socket.socket) -> None:
-        if self._options.congestion_control:
-            sock.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._options.congestion_control.encode()
-            )
 
     def _accepted(self, with_tls: bool, sock: socket.socket) -> Link:
         return Link(lanes={0: self._stream_over(sock, with_tls, host=None)})
@@ -172,7 +166,6 @@ class TcpBackend(HostStreamBackend[Link]):
         with_tls = self._security.for_connecting(link.address)
         sock = link.found.dial()
         try:
-            self._tune(sock)
             return self._stream_over(sock, with_tls, link.address.host)
         except BaseException:
             sock.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Self
 
+from .._options import INTERNAL
 from ..checked import integer
 from ..errors import ConfigurationError, PeerRefusedError
 from ..network import PlainAddress, PlaintextOptions
 
 SCHEME = "ucx"
+
+#: UCX's send and receive buffers on TCP.
+_TCP_SEGMENT_BYTES = 256 << 10
 
 #: What to do if UCX finds no transport that leads to a peer.
 REMEDY = "join the nodes by a network that both may use, or change refuse_tcp, tls or net_devices of either"
@@ -27,8 +31,6 @@ class UCXOptions(PlaintextOptions):
         refuse_tcp: Fail instead of moving bytes over TCP.
         rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in `UCX_RNDV_THRESH`.
             `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent at once.
-        rndv_scheme: How UCX does a rendezvous, as in `UCX_RNDV_SCHEME`.
-        tcp_segment_bytes: UCX's send and receive buffers on TCP.
         spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
             slice is in flight; twice as long after it starts a read. 0: it blocks at once.
     """
@@ -41,9 +43,7 @@ class UCXOptions(PlaintextOptions):
     net_devices: str = ""
     refuse_tcp: bool = False
     rndv_threshold: str = "auto"
-    rndv_scheme: str = "auto"
-    tcp_segment_bytes: Annotated[int, integer(8 << 10, 16 << 20)] = 256 << 10
-    spin_us: Annotated[int, integer(0, 10_000)] = 200
+    spin_us: Annotated[int, integer(0, 10_000)] = field(default=200, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,10 +76,9 @@ class UCXOptions(PlaintextOptions):
     def settings(self) -> dict[str, str]:
         """These options as UCX's own settings, without their prefix `UCX_`."""
         settings = {
-            "TCP_TX_SEG_SIZE": str(self.tcp_segment_bytes),
-            "TCP_RX_SEG_SIZE": str(self.tcp_segment_bytes),
+            "TCP_TX_SEG_SIZE": str(_TCP_SEGMENT_BYTES),
+            "TCP_RX_SEG_SIZE": str(_TCP_SEGMENT_BYTES),
             "RNDV_THRESH": self.rndv_threshold,
-            "RNDV_SCHEME": self.rndv_scheme,
         }
         if self.tls or self.refuse_tcp:
             settings["TLS"] = self.tls or "^tcp"

@@ -27,7 +27,6 @@ class ZeroMQOptions(NetworkOptions):
         window_slices: Slices that may be in flight from one peer; more are fetched when half of them have arrived.
             Half of them should be what the link carries in a round trip; fewer slices stay in the processor's cache.
         io_threads: Number of threads in which ZeroMQ moves bytes.
-        congestion_control: TCP congestion control for accepted connections; empty keeps the system's default.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
@@ -42,7 +41,6 @@ class ZeroMQOptions(NetworkOptions):
     slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
     window_slices: Annotated[int, integer(1, 64)] = 6
     io_threads: Annotated[int, integer(1, 16)] = 1
-    congestion_control: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import socket
 import time
 from functools import partial
 
@@ -92,10 +91,9 @@ class Sockets:
         """Accept peers on the first free port; return the address to give to them.
 
         Raises:
-            ConfigurationError: see `NetworkOptions.listen` and `Security.for_listening`; or the congestion
-                control is not available. Nothing is open.
+            ConfigurationError: see `NetworkOptions.listen` and `Security.for_listening`. Nothing is open.
         """
-        bound, where = self._options.listen(host, ports, self._set_congestion_control)
+        bound, where = self._options.listen(host, ports)
         try:
             keys = self._security.for_listening(bound.getsockname()[0])
             server_key = keys.public_bytes if keys is not None else b""
@@ -113,11 +111,6 @@ class Sockets:
             bound.close()
             raise
         return str(address)
-
-    def _set_congestion_control(self, bound: socket.socket) -> None:
-        if self._options.congestion_control:
-            name = self._options.congestion_control.encode()
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
 
     def dial(self, address: Address, found: Found, keys: CurveKeys | None) -> DialedChannel:
         """Begin to connect.

@@ -17,11 +17,9 @@ START_TIMEOUT_S = 110.0
 #: Deadlines chosen so that a pause may outlast each of them, or none.
 TIMING = {
     "lease_s": 5,
-    "heartbeat_s": 1,
     "connect_timeout_s": 3,
     "claim_timeout_s": 4,
     "read_timeout_s": 3,
-    "progress_wait_s": 4,
     "load_wait_s": 10,
 }
 #: Small slices make loads over the network slow, so that faults hit in the middle.
