@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
-from ..connector.unexpected import Unexpected
+from ..transports._limited_log import LimitedLog
+from ..transports._outside import log_traceback
 from . import state
 from .forward_context import get_forward_context
 
@@ -22,7 +23,7 @@ class StepHooks:
         waited: Layers whose loads were waited for.
     """
 
-    def __init__(self, connector_name: str, log: Unexpected) -> None:
+    def __init__(self, connector_name: str, log: LimitedLog) -> None:
         self.errors: dict[str, str] = {}
         self.waited: set[str] = set()
         self._connector_name = connector_name
@@ -34,9 +35,9 @@ class StepHooks:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - an author's code may raise anything
-            what = f"{hook} of the connector {self._connector_name}"
-            self._log.log(what, error)
-            self.errors.setdefault(hook, f"{what} failed: {type(error).__name__}: {error}")
+            what = f"{hook} of the connector {self._connector_name} failed"
+            log_traceback(error, what, self._log)
+            self.errors.setdefault(hook, f"{what}: {type(error).__name__}: {error}")
 
 
 _step: ContextVar[StepHooks | None] = ContextVar("kvferry_step_hooks", default=None)

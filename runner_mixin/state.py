@@ -8,6 +8,7 @@ of its threads and sockets.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..connector.base import KVConnectorBase, KVConnectorRole, WorkerHalf
-from ..connector.unexpected import Unexpected
+from ..transports._limited_log import LimitedLog
+from ..transports._outside import bug_log
 from ..transports.errors import KVTransferStateError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 class _Slot:
     connector: WorkerHalf
     pid: int
-    hook_log: Unexpected = field(default_factory=Unexpected)
+    hook_log: LimitedLog = field(default_factory=lambda: bug_log(logging.getLogger(__name__)))
 
 
 _slot: _Slot | None = None
@@ -56,7 +58,7 @@ def get_kv_transfer_group() -> WorkerHalf:
     return slot.connector
 
 
-def hook_log() -> Unexpected:
+def hook_log() -> LimitedLog:
     """Return the log for what this connector's hooks raise. A hook that raises in every step does not fill the disk.
 
     Raises:

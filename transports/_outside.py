@@ -1,18 +1,21 @@
 """Turning errors of the outside (sockets, libraries, files) into errors of our own tree.
 
 A library may raise anything. An exception of a type that no caller expects would end the thread that owns the transport,
-and with it all peers. An error of our own tree ends only the call or the peer that caused it.
+and with it all peers. An error of our own tree ends only the call or the peer that caused it. Those that a call documents
+(`outside`) are answers; all others are bugs, which are logged with their traceback (`undocumented`, `survived`).
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ._descriptors import remedy
 from ._limited_log import LimitedLog
-from .errors import BackpressureError, KVTransferError, TransportError
+from .errors import BackpressureError, KVTransferError, TransportError, UnexpectedError
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -31,8 +34,12 @@ def typed(
         return error
     if getattr(error, "errno", None) in _NO_DESCRIPTORS:
         return BackpressureError(f"{what}: {error}{f' ({limit})' if limit else ''}; {remedy()}")
+    return kind(_text(error, what))
+
+
+def _text(error: Exception, what: str) -> str:
     # The messages of OSError and ZMQError name the errno. Of other errors, the type often says more than the message.
-    return kind(f"{what}: {error}" if hasattr(error, "errno") else f"{what}: {error!r}")
+    return f"{what}: {error}" if hasattr(error, "errno") else f"{what}: {error!r}"
 
 
 @contextmanager
@@ -47,17 +54,51 @@ def outside(what: str, kind: type[KVTransferError] = TransportError) -> Iterator
         raise ours from error
 
 
-@contextmanager
-def survived(what: str, log: LimitedLog) -> Iterator[None]:
-    """Log whatever the body raises, and continue, so that a failed step of a clean-up does not prevent the next one."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("%s: %r", what, error, exc_info=error)
+# -- what no call documents --------------------------------------------------------------------------
 
 
 def unexpected(error: Exception, what: str, log: LimitedLog) -> KVTransferError:
-    """Like `typed`, but log the traceback of an error that is not ours: it ends a peer that may not have caused it."""
-    if not isinstance(error, KVTransferError):
-        log.warning("%s: %r", what, error, exc_info=error)
-    return typed(error, what)
+    """Turn an exception that no call documents into an `UnexpectedError`, and log it; return one of ours unchanged."""
+    if isinstance(error, KVTransferError):
+        return error
+    log_traceback(error, what, log)
+    # Never a `BackpressureError`: that would say that nothing has begun, which is not known of such a call.
+    ours = UnexpectedError(_text(error, what))
+    # Neither a log record nor the error may keep the frames alive, because the frames keep the pool alive.
+    ours.__cause__ = error.with_traceback(None)
+    return ours
+
+
+@contextmanager
+def undocumented(what: str, log: LimitedLog) -> Iterator[None]:
+    """Turn whatever the body raises without documenting it into an `UnexpectedError`; see `unexpected`."""
+    try:
+        yield
+    except Exception as error:
+        ours = unexpected(error, what, log)
+        if ours is error:
+            raise
+        raise ours from error
+
+
+@contextmanager
+def survived(what: str, log: LimitedLog) -> Iterator[None]:
+    """Log whatever the body raises, and continue: nothing depends on it, or the next step of a clean-up must come."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, nothing depends on it
+        log_traceback(error, what, log)
+
+
+def bug_log(logger: logging.Logger) -> LimitedLog:
+    """Make a log for exceptions that could repeat for ever: one of a kind per minute is logged, and the others are counted."""
+    return LimitedLog(logger, max_lines=1, interval_s=60.0)
+
+
+def log_traceback(error: Exception, what: str, log: LimitedLog) -> None:
+    """Log an exception with its traceback; see `LimitedLog` about `what`, which is a part of the key."""
+
+    def message() -> str:
+        return f"{what}:\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+    log.error(message, key=(what, type(error)))

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ._limited_log import LimitedLog
-from ._outside import outside, survived, typed, unexpected
+from ._outside import log_traceback, outside, survived, typed
 from .base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -340,7 +340,9 @@ class PeerTable(Generic[C]):
         """Report that the peer is gone, or drop it. An error of a type that is not ours is logged with its traceback."""
         if peer.state is PeerState.LEAVING:
             return
-        reason = unexpected(error, f"lost peer {peer.peer_id}", self.log)
+        if not isinstance(error, KVTransferError):
+            log_traceback(error, "lost a peer", self.log)
+        reason = typed(error, f"lost peer {peer.peer_id}")
         if peer.state is PeerState.HANDSHAKING and peer.incoming:
             # It was never reported as connected, so its loss is no event either.
             self.log.warning("refused %s: %s", self.backend.describe(peer), reason)

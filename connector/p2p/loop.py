@@ -23,6 +23,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...transports._limited_log import LimitedLog
+from ...transports._outside import bug_log, log_traceback, survived, undocumented, unexpected
 from ...transports.base import (
     Connected,
     Endpoint,
@@ -63,7 +64,6 @@ from ..handoff.events import (
 )
 from ..handoff.messages import encode
 from ..handoff.node import NodeProtocol
-from ..unexpected import Unexpected
 from .computed import AT_ONCE, Mark, Watch
 from .offer_guards import OfferGuards
 from .orders import HandoffMetadata, OfferOrder, OpenOrder, RequestOrders
@@ -138,10 +138,8 @@ class HandoffLoop:
         self._transport = transport
         self._endpoint = endpoint
         self._outcomes = outcomes
-        self._unexpected = Unexpected()
-        self._driver = _Driver(
-            transport.guards, endpoint, protocol, outcomes, address, self._unexpected, trace
-        )
+        self._log = bug_log(logger)
+        self._driver = _Driver(transport.guards, endpoint, protocol, outcomes, address, self._log, trace)
         self._is_traced = trace is not None
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
@@ -247,7 +245,7 @@ class HandoffLoop:
 
     def _wake(self) -> None:
         # If this fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail because of it.
-        with self._unexpected.logged("waking the handoff thread"):
+        with survived("cannot wake the handoff thread", self._log):
             self._endpoint.wake()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -262,7 +260,7 @@ class HandoffLoop:
         try:
             self._transport.close()
         except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread forever
-            self._unexpected.log("closing the transport", bug)
+            log_traceback(bug, "cannot close the transport", self._log)
             # The transport did not confirm that it stopped writing, so the engine must not reuse the blocks of these loads.
             self._outcomes.forget_loads(self._driver.loads_in_transfer)
         finally:
@@ -308,7 +306,7 @@ class HandoffLoop:
     def _due(self, order: _Order) -> Callable[[], None] | None:
         """Return what to do about an order now; None if it is not due. Then the thread is woken when it is."""
         try:
-            with self._unexpected.typed("asking whether a step has run"):
+            with undocumented("cannot ask whether a step has run", self._log):
                 if order.begin_anew is not None:
                     return order.begin_anew
                 if order.computed.is_over():
@@ -331,7 +329,7 @@ class HandoffLoop:
 class _Driver:
     """Passes orders and events to the protocol and does its actions; owns the reads that they started.
 
-    Each call to the outside has one owner of its failure, which ends what the call was about: `Unexpected` turns every
+    Each call to the outside has one owner of its failure, which ends what the call was about: `undocumented` turns every
     exception into a `KVTransferError`, and the protocol deals with it as with the errors that the call documents.
 
     Args:
@@ -345,7 +343,7 @@ class _Driver:
         protocol: NodeProtocol,
         outcomes: Outcomes,
         address: str,
-        unexpected: Unexpected,
+        log: LimitedLog,
         trace: HandoffTrace | None,
     ) -> None:
         self._guards = OfferGuards(guards)
@@ -355,7 +353,7 @@ class _Driver:
         self._protocol = protocol
         self._outcomes = outcomes
         self._address = address
-        self._unexpected = unexpected
+        self._log = log
         self._trace = trace
         self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
         self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id: when it ends, and why
@@ -416,11 +414,11 @@ class _Driver:
         request_id = order.request_id
         producer, consumer = self._protocol.producer, self._protocol.consumer
         if self._trace is not None:
-            with self._unexpected.logged("tracing orders"):
+            with survived("cannot trace orders", self._log):
                 self._trace.ordered(order)
         if (announced := order.announcement) is not None:
             # If this fails, only claims that come too early are lost.
-            with self._unexpected.logged("announcing an offer"):
+            with survived("cannot announce an offer", self._log):
                 self._do(producer.announce(request_id, announced.lease, announced.name, _now()))
         is_void = self._guards.is_void(request_id, self._number)
         if order.offer is not None:
@@ -520,7 +518,7 @@ class _Driver:
             lease: Of an offer that is being made: claims of it are to be denied.
         """
         try:
-            with self._unexpected.typed("an order about an offer"):
+            with undocumented("cannot carry out an order about an offer", self._log):
                 yield
         except _FatalError:
             raise
@@ -535,7 +533,7 @@ class _Driver:
     def _failing_load(self, request_id: str, blocks: LocalBlocks | None = None) -> Iterator[None]:
         """Carry out an order about a load. If the protocol has a bug there, end the load as failed."""
         try:
-            with self._unexpected.typed("an order about a load"):
+            with undocumented("cannot carry out an order about a load", self._log):
                 yield
         except _FatalError:
             raise
@@ -556,7 +554,7 @@ class _Driver:
         events: list[Event] = []
         failure: KVTransferError | None = None
         try:
-            with self._unexpected.typed("waiting for events"):
+            with undocumented("cannot wait for events", self._log):
                 settled = min((end for end, _ in self._doubts.values()), default=math.inf)
                 due = min(self._protocol.next_deadline(), settled)
                 events = self._endpoint.wait_events(max(min(due - _now(), timeout_s), 0.0))
@@ -567,7 +565,7 @@ class _Driver:
             self._handle(event)
         # Deadlines after events: a message that has arrived in time must not meet its own timeout.
         try:
-            with self._unexpected.typed("doing what is due"):
+            with undocumented("cannot do what is due", self._log):
                 actions = self._protocol.advance(_now())
         except KVTransferError as error:
             failure = error
@@ -589,7 +587,7 @@ class _Driver:
     def _handle(self, event: Event) -> None:
         """Deal with one event. A bug on the way ends the peer that the event came from."""
         if self._trace is not None and isinstance(event, MessageReceived):
-            with self._unexpected.logged("tracing a message"):
+            with survived("cannot trace a message", self._log):
                 self._trace.received(event.message, self._protocol.version_with(event.peer_id))
         if isinstance(event, TransferEnded):
             self._do(self._end_transfer(event))
@@ -597,7 +595,7 @@ class _Driver:
         try:
             actions = self._react(event)
         except Exception as bug:  # noqa: BLE001 - whatever it is, it ends one peer
-            error = self._unexpected.as_typed("the protocol, with an event of a peer,", bug)
+            error = unexpected(bug, "the protocol failed with an event of a peer", self._log)
             actions = self._protocol.peer_failed(event.peer_id, error, _now())
         self._do(actions)
 
@@ -629,7 +627,7 @@ class _Driver:
             except _FatalError:
                 raise
             except Exception as bug:  # noqa: BLE001 - a bug of the protocol: `_perform` handles the action's own failure
-                error = self._unexpected.as_typed(f"the protocol, after {type(action).__name__},", bug)
+                error = unexpected(bug, f"the protocol failed after {type(action).__name__}", self._log)
                 if isinstance(action, Connect):
                     todo.extend(self._protocol.consumer.connect_failed(action.address, error, _now()))
                     continue
@@ -644,7 +642,7 @@ class _Driver:
             What the protocol wants done because of how it went.
         """
         if self._trace is not None:
-            with self._unexpected.logged("tracing an action"):
+            with survived("cannot trace an action", self._log):
                 self._trace.performed(action)
         match action:
             case SetGuard():
@@ -672,7 +670,7 @@ class _Driver:
                     "denied the claim of rendezvous %s…: the offer %s", action.name[:8], action.reason
                 )
             case OfferCompleted(request_id):
-                with self._unexpected.logged("noting that an offer is complete"):
+                with survived("cannot note that an offer is complete", self._log):
                     self._outcomes.offer_completed(request_id, _now())
             case LoadEnded():
                 self._end_load(action)
@@ -684,17 +682,17 @@ class _Driver:
         Raises:
             _FatalError: it failed twice.
         """
-        with suppress(KVTransferError), self._unexpected.typed(what):
+        with suppress(KVTransferError), undocumented(f"{what} failed", self._log):
             return call()
         try:
-            with self._unexpected.typed(what):
+            with undocumented(f"{what} failed", self._log):
                 return call()
         except KVTransferError as error:
             raise _FatalError(f"{error}, twice") from error
 
     def _set_guard(self, action: SetGuard) -> list[Action]:
         try:
-            with self._unexpected.typed("setting a guard"):
+            with undocumented("cannot set a guard", self._log):
                 if self._guards.set(action.index, action.value, action.request_id, self._number):
                     return []
         except KVTransferError as error:
@@ -722,7 +720,7 @@ class _Driver:
 
     def _send(self, send: Send) -> list[Action]:
         try:
-            with self._unexpected.typed("sending a message"):
+            with undocumented("cannot send a message", self._log):
                 self._endpoint.send(send.peer_id, encode(send.message, send.version))
         except KVTransferError as error:
             return self._protocol.peer_failed(send.peer_id, error, _now())
@@ -731,7 +729,7 @@ class _Driver:
     def _connect(self, connect: Connect) -> list[Action]:
         consumer = self._protocol.consumer
         try:
-            with self._unexpected.typed("connecting to a peer"):
+            with undocumented("cannot connect to a peer", self._log):
                 peer_id = self._endpoint.start_connect(connect.address, timeout_s=connect.timeout_s)
         except KVTransferError as error:
             self._outcomes.count("connection_failures_total")
@@ -750,11 +748,11 @@ class _Driver:
 
     def _disconnect(self, peer_id: int) -> None:
         try:
-            with self._unexpected.typed("dropping a peer"):
+            with undocumented("cannot drop a peer", self._log):
                 self._endpoint.disconnect(peer_id)
         except KVTransferError:
             # A peer that stays connected can do no harm: it cannot write here, and its messages are ignored.
-            with self._unexpected.logged("dropping a peer once more"):
+            with survived("cannot drop a peer once more", self._log):
                 self._endpoint.disconnect(peer_id)
 
     # -- reads ---------------------------------------------------------------------------------------
@@ -763,7 +761,7 @@ class _Driver:
         actions: list[Action] = []
         route = Route(self._endpoint.scheme, "")
         try:
-            with self._unexpected.typed("starting a read"):
+            with undocumented("cannot start a read", self._log):
                 transfer_id = self._endpoint.start_read(
                     read.peer_id, read.pairs, read.guard, timeout_s=read.timeout_s
                 )
@@ -779,7 +777,7 @@ class _Driver:
 
     def _route_of(self, read: StartRead) -> Route:
         route = Route(self._endpoint.scheme, "")
-        with self._unexpected.logged("asking for a peer's route"):
+        with survived("cannot ask for a peer's route", self._log):
             route = self._endpoint.route_of(read.peer_id)
         return route
 
@@ -814,13 +812,13 @@ class _Driver:
     def _end_read(self, ended: TransferEnded) -> list[Action]:
         read, route = self._reads.pop(ended.transfer_id)
         # Before the protocol hears of it: the protocol may end the load, whose record needs this read's figures.
-        with self._unexpected.logged("recording a read"):
+        with survived("cannot record a read", self._log):
             self._outcomes.read_ended(read, ended, route, _now())
             if self._trace is not None:
                 self._trace.read_ended(read, ended, route)
         consumer = self._protocol.consumer
         try:
-            with self._unexpected.typed("the protocol, with the end of a read,"):
+            with undocumented("the protocol failed with the end of a read", self._log):
                 return consumer.read_ended(read, ended.error, _now())
         except KVTransferError as bug:
             error = bug

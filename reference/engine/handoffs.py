@@ -25,7 +25,7 @@ from typing import Any
 
 from ...connector.base import KVConnectorMetadata, SchedulerHalf, SchedulerOutput
 from ...connector.output import KVConnectorOutput
-from ...connector.unexpected import Unexpected
+from ...transports._outside import bug_log, log_traceback
 from .errors import StepFailedError, reason_of
 from .request import Request
 from .types import TransferHealth
@@ -131,7 +131,7 @@ class Handoffs:
         #: What the scheduler half's hooks raised since the latest step ended.
         self._step_errors: dict[str, str] = {}
         self._health = _HookHealth()
-        self._log = Unexpected()
+        self._log = bug_log(logger)
 
     def __repr__(self) -> str:
         return (
@@ -266,7 +266,9 @@ class Handoffs:
             return self._connector.build_connector_meta(output)
         except Exception as error:  # noqa: BLE001 - an author's code may raise anything
             # The connector has the orders until it has returned them, so a second call loses nothing.
-            self._log.log("build_connector_meta, which is called once more,", error)
+            log_traceback(
+                error, "the connector's build_connector_meta failed, and is called once more", self._log
+            )
         try:
             return self._connector.build_connector_meta(output)
         except Exception as error:
@@ -370,7 +372,7 @@ class Handoffs:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - an author's code may raise anything
-            self._log.log(f"the connector's {hook}", error)
+            log_traceback(error, f"the connector's {hook} failed", self._log)
             self._step_errors[hook] = self.describe(hook, error)
 
     def _release(self, request_id: str, hold: Hold, ended: EndedLoads) -> None:

@@ -5,6 +5,7 @@ Whenever it happens, two requests are in flight between different pairs of nodes
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from kvferry.connector.p2p import loop, worker
 from kvferry.connector.p2p.computed import Mark
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
-from kvferry.connector.unexpected import Unexpected
+from kvferry.transports._outside import bug_log, log_traceback
 
 pytestmark = pytest.mark.usefixtures("short_backoffs")
 
@@ -300,11 +301,11 @@ def test_repeats_are_counted_not_logged(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    unexpected = Unexpected()
+    log = bug_log(logging.getLogger(__name__))
     for second in (0.0, 1.0, 59.0, 60.0, 61.0):
         now = second
-        unexpected.log("one call", ZeroDivisionError(INJECTED))
-        unexpected.log(f"call {second}", ZeroDivisionError(INJECTED))
+        log_traceback(ZeroDivisionError(INJECTED), "one call failed", log)
+        log_traceback(ZeroDivisionError(INJECTED), f"call {second} failed", log)
     said = [text.splitlines()[0] for text in caplog.messages if "one call" in text or "suppressed" in text]
-    line = "unexpected error: one call raised this:"
+    line = "one call failed:"
     assert said == [line, "suppressed 2 more lines of this kind; at most 1 are logged per 60 s", line]

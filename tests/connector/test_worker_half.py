@@ -211,7 +211,7 @@ class TestThreadThatDies:
             worker.shutdown()
             assert worker.get_finished() == ({"ours"}, {"d"})
             assert worker.get_block_ids_with_load_errors() == {3, 4}
-            assert "handoff thread died: waiting for events raised ZeroDivisionError: a bug" in worker.failure
+            assert "handoff thread died: cannot wait for events: ZeroDivisionError('a bug')" in worker.failure
             assert worker.failure in worker.take_load_errors()["d"]
             assert "the handoff thread dies" in caplog.text
             # One for the transport and one for the end of the thread, not one per attempt.
