@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
-from .doctor import PATH_NAMES, add_path_options, on_this_machine, path_finder, positive, status_of, to_doctor
+from .doctor import add_path_options, on_this_machine, path_finder, positive, status_of, to_doctor
 from .errors import OK, UsageError
 from .output import add_json, columns, print_json
+from .path_table import PATHS
 from .version import versions
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--pool-mib must be 1 to 256, got {arguments.pool_mib}")
     pool_bytes = arguments.pool_mib << 20
     shapes = [_shape(text, pool_bytes) for text in arguments.shape]
-    names = arguments.path or PATH_NAMES
+    names = arguments.path or tuple(PATHS)
     found = versions()
     about: dict[str, object] = {"versions": found}
     if arguments.peer:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .errors import FAILED, OK, CommandError, UsageError
 from .output import add_json, columns, print_json, say
+from .path_table import PATHS, Path, path_of
 from .version import versions
 
 if TYPE_CHECKING:
     from .checks import Finding
-    from .paths import Outcome, Path, Shape
-
-#: The names of `paths.PATHS`, which is not imported before it is needed: it imports NumPy.
-PATH_NAMES: Final = ("shm", "shm-foreign", "shm-gpu", "tcp", "zeromq", "auto", "ucx", "nixl")
+    from .paths import Outcome, Shape
 
 _DESCRIPTION: Final = """\
 Report what works on this machine, and why the rest does not: the kernel's features and limits, devices, GPUs, libraries,
@@ -76,9 +74,9 @@ def add_path_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--path",
         nargs="+",
-        choices=PATH_NAMES,
+        choices=tuple(PATHS),
         metavar="NAME",
-        help=f"only these paths: {', '.join(PATH_NAMES)}",
+        help=f"only these paths: {', '.join(PATHS)}",
     )
     parser.add_argument(
         "--options",
@@ -103,17 +101,15 @@ def path_finder(text: str) -> Callable[[str], Path]:
     Raises:
         UsageError: the options are no JSON object of objects, or name an unknown path.
     """
-    from .paths import path_of
-
     try:
         options = json.loads(text)
     except ValueError as error:
         raise UsageError(f"--options must be JSON: {error}; got {text!r}") from error
     if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
         raise UsageError(f"--options must map names of paths to options, got {text!r}")
-    unknown = sorted(options.keys() - set(PATH_NAMES))
+    unknown = sorted(options.keys() - set(PATHS))
     if unknown:
-        raise UsageError(f"--options names the unknown path {unknown[0]!r}; known: {', '.join(PATH_NAMES)}")
+        raise UsageError(f"--options names the unknown path {unknown[0]!r}; known: {', '.join(PATHS)}")
     return lambda name: path_of(name, options.get(name))
 
 
@@ -129,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         about: Mapping[str, object] = {"peer": arguments.peer}
     elif arguments.peer:
         outcomes, about = to_doctor(
-            arguments.peer, arguments.path or PATH_NAMES, find, (_shape(),), _POOL_BYTES, arguments.seconds
+            arguments.peer, arguments.path or tuple(PATHS), find, (_shape(),), _POOL_BYTES, arguments.seconds
         )
     else:
         return _this_machine(arguments, find)
@@ -157,7 +153,7 @@ def _this_machine(arguments: argparse.Namespace, find: Callable[[str], Path]) ->
     for group in dict.fromkeys(finding.group for finding in findings):
         tell("", group, *finding_lines([f for f in findings if f.group == group]))
     outcomes = on_this_machine(
-        arguments.path or PATH_NAMES, find, (_shape(),), _POOL_BYTES, arguments.seconds
+        arguments.path or tuple(PATHS), find, (_shape(),), _POOL_BYTES, arguments.seconds
     )
     tell("", f"paths between two processes, {_shape()}", *path_lines(outcomes))
     is_sound = not any(finding.grade == "failed" for finding in findings)
@@ -315,7 +311,7 @@ def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
     """Connect to a running node, and read nothing: its pool belongs to its requests."""
     from kvferry.transports.errors import ConfigurationError
 
-    from .paths import PATHS, Job, Readers, towards
+    from .paths import Job, Readers, towards
 
     scheme = address.partition("://")[0]
     if scheme not in PATHS:

@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -42,6 +41,7 @@ from kvferry.transports.errors import BackendUnavailableError, KVTransferError, 
 from kvferry.transports.registry import create_transport
 
 from .gpu_memory import GpuMemory, Words
+from .path_table import PATHS, Path
 
 #: Longest time in seconds in which a peer connects, or a read ends.
 TIMEOUT_S: Final = 10.0
@@ -55,21 +55,6 @@ _PR_SET_PDEATHSIG: Final = 1
 E = TypeVar("E", bound=Event)
 
 _spawning = multiprocessing.get_context("spawn")
-
-
-@dataclass(frozen=True)
-class Path:
-    """A transport with options.
-
-    Attributes:
-        options: Options of the transport, at both ends.
-        memory: Where the pool is: in memory that the transport allocates, in ordinary memory, or on the first GPU.
-    """
-
-    name: str
-    scheme: str
-    options: Mapping[str, object] = field(default_factory=dict)
-    memory: Literal["arena", "ordinary", "gpu"] = "arena"
 
 
 @dataclass(frozen=True)
@@ -168,37 +153,6 @@ def outcome_of(path: str, error: Exception) -> Outcome:
 
 
 # == which paths there are =========================================================================
-
-#: A reader does not look after its connection while it copies or checks; on a busy machine that takes a while.
-_PLAINTEXT: Final[Mapping[str, object]] = {"allow_plaintext": True, "peer_timeout_s": 30}
-_TCP_PLAINTEXT: Final[Mapping[str, object]] = {**_PLAINTEXT, "tls": "off"}
-
-#: The paths that are tried, by name. They are not encrypted: what they serve is a pattern of numbers.
-PATHS: Final[Mapping[str, Path]] = MappingProxyType(
-    {
-        path.name: path
-        for path in (
-            Path("shm", "shm"),
-            Path("shm-foreign", "shm", memory="ordinary"),
-            Path("shm-gpu", "shm", memory="gpu"),
-            Path("tcp", "tcp", _TCP_PLAINTEXT),
-            Path("zeromq", "zeromq", {**_PLAINTEXT, "curve": "off"}),
-            Path("auto", "auto", {"network": "tcp", "network_options": _TCP_PLAINTEXT}),
-            Path("ucx", "ucx", _PLAINTEXT),
-            Path("nixl", "nixl", _PLAINTEXT),
-        )
-    }
-)
-
-
-def path_of(name: str, options: Mapping[str, object] | None = None) -> Path:
-    """Return a path of `PATHS`, with the user's own options of its transport if there are any.
-
-    Raises:
-        KeyError: there is none of that name.
-    """
-    path = PATHS[name]
-    return path if options is None else replace(path, options=dict(options))
 
 
 def towards(path: Path, address: str) -> Path:

@@ -29,7 +29,8 @@ from kvferry.transports.network import listen_on
 
 from .access import json_of
 from .errors import CommandError, UsageError
-from .paths import PATHS, TIMEOUT_S, Path, Source, at_host, outcome_of
+from .path_table import PATHS, Path
+from .paths import TIMEOUT_S, Source, at_host, outcome_of
 from .version import versions
 
 PROTOCOL: Final = 1

@@ -1,4 +1,8 @@
-"""Connectors: which blocks of which request cross between nodes, which peer may read them, and until when."""
+"""Connectors: which blocks of which request cross between nodes, which peer may read them, and until when.
+
+The connector over each built-in transport is here too, under the name of the transport's class: `SharedMemoryConnector`,
+`TcpConnector` and so on.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +55,7 @@ from .stats import KVConnectorStats, StatsCollector, TransferRecord
 if TYPE_CHECKING:
     from .identity.content import block_digests
     from .multi import MultiConnector
-    from .p2p.connector import (
-        AutoConnector,
-        InProcConnector,
-        NIXLConnector,
-        PeerToPeerConnector,
-        SharedMemoryConnector,
-        TcpConnector,
-        UCXConnector,
-        ZeroMQConnector,
-    )
+    from .p2p.connector import PeerToPeerConnector
 
 #: Imported at their first use, because they import the protocol and the transports.
 _LAZY = {
@@ -72,7 +67,6 @@ _LAZY = {
 __all__ = [
     "AttentionLayerConfig",
     "AttentionSpec",
-    "AutoConnector",
     "CacheConfig",
     "ChunkedLocalAttentionSpec",
     "CompilationConfig",
@@ -80,7 +74,6 @@ __all__ = [
     "EncoderOnlyAttentionSpec",
     "EngineConfig",
     "FullAttentionSpec",
-    "InProcConnector",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCacheSpec",
@@ -98,22 +91,17 @@ __all__ = [
     "ModelConfig",
     "ModelIdentity",
     "MultiConnector",
-    "NIXLConnector",
     "ParallelConfig",
     "PeerToPeerConnector",
     "ScheduledRequest",
     "SchedulerConfig",
     "SchedulerHalf",
     "SchedulerOutput",
-    "SharedMemoryConnector",
     "SlidingWindowSpec",
     "StatsCollector",
-    "TcpConnector",
     "TransferRecord",
-    "UCXConnector",
     "UniformTypeKVCacheSpecs",
     "WorkerHalf",
-    "ZeroMQConnector",
     "block_digests",
 ]
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...transports.registry import check_options, create_transport, load_transport
+from ...transports.registry import BUILT_IN, check_options, create_transport, load_transport
 from ..base import KVConnectorBase, KVConnectorRole
+from ..factory import connector_name
 from .options import ConnectorOptions
 from .scheduler import HandoffScheduler
 from .worker import HandoffWorker
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class PeerToPeerConnector(KVConnectorBase):
     """Hand a prompt's blocks over: the consumer reads them from the producer's pool.
 
-    A concrete connector names its transport and is otherwise empty. Loads are asynchronous; nothing is saved
+    A concrete connector, which `connector_over` makes, names its transport and is otherwise empty. Loads are asynchronous; nothing is saved
     layer by layer. The options are those of `ConnectorOptions`.
 
     Raises:
@@ -71,78 +72,18 @@ class PeerToPeerConnector(KVConnectorBase):
         )
 
 
-# -- the connectors over the built-in transports -----------------------------------------------------------
-# Any other transport has a connector without being named here: `connector_over` makes it.
-
-
-class AutoConnector(PeerToPeerConnector):
-    """Hand over by shared memory to peers on this host, and by a network transport to others."""
-
-    transport_scheme: ClassVar[str] = "auto"
-
-
-class InProcConnector(PeerToPeerConnector):
-    """Hand over between two engines in one process: for tests, and to try a scheduler without a second node."""
-
-    transport_scheme: ClassVar[str] = "inproc"
-
-
-class NIXLConnector(PeerToPeerConnector):
-    """Hand over by NIXL, over RDMA or within one host: one-sided reads that succeed only if the guard held."""
-
-    transport_scheme: ClassVar[str] = "nixl"
-
-
-class SharedMemoryConnector(PeerToPeerConnector):
-    """Hand over between processes of one host: the consumer maps the producer's pool and copies out of it."""
-
-    transport_scheme: ClassVar[str] = "shm"
-
-
-class TcpConnector(PeerToPeerConnector):
-    """Hand over between hosts by TCP, with TLS beyond loopback."""
-
-    transport_scheme: ClassVar[str] = "tcp"
-
-
-class UCXConnector(PeerToPeerConnector):
-    """Hand over between hosts by UCX: over RDMA if the hosts have it, over TCP otherwise."""
-
-    transport_scheme: ClassVar[str] = "ucx"
-
-
-class ZeroMQConnector(PeerToPeerConnector):
-    """Hand over between hosts by TCP, with checksums, and with encryption beyond loopback."""
-
-    transport_scheme: ClassVar[str] = "zeromq"
-
-
-_CLASSES = (
-    AutoConnector,
-    InProcConnector,
-    NIXLConnector,
-    SharedMemoryConnector,
-    TcpConnector,
-    UCXConnector,
-    ZeroMQConnector,
-)
-_BY_SCHEME = {connector.transport_scheme: connector for connector in _CLASSES}
-
-
 @cache
 def connector_over(scheme: str) -> type[PeerToPeerConnector]:
-    """Return the one connector class over a transport.
+    """Return the one connector class over a transport, which is named after the transport's class.
 
     Raises:
         ConfigurationError: no such transport is installed.
     """
-    if scheme in _BY_SCHEME:
-        return _BY_SCHEME[scheme]
-    transport = load_transport(scheme)
-    name = transport.__name__.removesuffix("Transport") + "Connector"
+    # A built-in transport is not imported for its name: its library may be missing here.
+    target = BUILT_IN[scheme].target if scheme in BUILT_IN else f":{load_transport(scheme).__name__}"
     body = {
         "__doc__": f"Hand over by transport {scheme!r}.",
-        "__module__": __name__,
+        "__module__": "kvferry.connector",  # where its name leads to it
         "transport_scheme": scheme,
     }
-    return type(name, (PeerToPeerConnector,), body)
+    return type(connector_name(target), (PeerToPeerConnector,), body)

@@ -23,26 +23,16 @@ from kvferry.cli.programs import PROGRAMS
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.transports._options import option_names
-from kvferry.transports.auto.transport import AutoOptions
 from kvferry.transports.checked import Refused, record
 from kvferry.transports.network import NetworkOptions
-from kvferry.transports.nixl.options import NIXLOptions
+from kvferry.transports.registry import BUILT_IN, load_transport
 from kvferry.transports.serving import HandshakeOptions
-from kvferry.transports.shm.options import SharedMemoryOptions
-from kvferry.transports.tcp.options import TcpOptions
-from kvferry.transports.ucx.options import UCXOptions
-from kvferry.transports.zeromq.options import ZeroMQOptions
 
 FOLDER: Final = Path(__file__).parents[1] / "reference"
 
-#: The options of each transport, in the order of the page. `inproc`, which tests use, has only those of `EndpointOptions`.
-TRANSPORTS: Final[Mapping[str, type]] = {
-    "shm": SharedMemoryOptions,
-    "tcp": TcpOptions,
-    "zeromq": ZeroMQOptions,
-    "ucx": UCXOptions,
-    "nixl": NIXLOptions,
-    "auto": AutoOptions,
+#: The options of each transport by scheme. `inproc`, which tests use, has only those of `EndpointOptions`.
+TRANSPORTS: Final[Mapping[str, Any]] = {
+    scheme: load_transport(scheme).options_type for scheme in BUILT_IN if scheme != "inproc"
 }
 
 _NOTE: Final = "<!-- Written by docs/site/reference.py from the code. Change the code, then run `make docs-reference`. -->"

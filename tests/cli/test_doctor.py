@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from kvferry.cli.checks import Finding, gpus_of, machine
-from kvferry.cli.doctor import PATH_NAMES
 from kvferry.cli.main import main
-from kvferry.cli.paths import PATHS, Child, Job, ProcessEndedError, Shape, Source, do, path_of
+from kvferry.cli.path_table import PATHS, path_of
+from kvferry.cli.paths import Child, Job, ProcessEndedError, Shape, Source, do
 from kvferry.cli.remote import Listener
+from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 
 QUICK = ["--seconds", "0.02"]
@@ -95,8 +96,8 @@ class _Driver:
         return call
 
 
-def test_the_paths_have_the_names_of_the_help() -> None:
-    assert tuple(PATHS) == PATH_NAMES
+def test_every_transport_between_processes_has_a_path() -> None:
+    assert {path.scheme for path in PATHS.values()} == set(BUILT_IN) - {"inproc"}
 
 
 def test_the_paths_of_this_machine_are_measured_and_a_broken_one_is_named(

@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.transports.registry import BUILT_IN
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
 from tests.support.zygote import Zygote
 
-TRANSPORTS = ("shm", "zeromq", "tcp", "ucx")
+#: Not `inproc`, which stays in one process; `auto`, which is one of the others; and `nixl`, which `make test-nixl` tests.
+TRANSPORTS = tuple(scheme for scheme in BUILT_IN if scheme not in ("inproc", "auto", "nixl"))
 START_TIMEOUT_S = 110.0
 TINY_NODE = (
     "--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64",
@@ -47,8 +49,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def over(name: str) -> object:
     """Return the parameter for one transport, skipped where the transport is not installed."""
-    is_missing = name == "ucx" and find_spec("ucxx") is None
-    return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason="ucxx is not installed"))
+    package = BUILT_IN[name].package
+    is_missing = package != "" and find_spec(package) is None
+    return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason=f"{package} is not installed"))
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,7 @@ class AutoTransport(PeerTransport):
     """
 
     scheme: ClassVar[str] = SCHEME
+    options_type = AutoOptions
 
     @classmethod
     def check_options(cls, options: Mapping[str, object]) -> None:

@@ -1,0 +1,55 @@
+"""The paths that `kvferry doctor` and `kvferry bench` try. It imports nothing heavy, so that the command line can name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final, Literal
+
+
+@dataclass(frozen=True)
+class Path:
+    """A transport with options.
+
+    Attributes:
+        options: Options of the transport, at both ends.
+        memory: Where the pool is: in memory that the transport allocates, in ordinary memory, or on the first GPU.
+    """
+
+    name: str
+    scheme: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    memory: Literal["arena", "ordinary", "gpu"] = "arena"
+
+
+#: A reader does not look after its connection while it copies or checks; on a busy machine that takes a while.
+_PLAINTEXT: Final[Mapping[str, object]] = {"allow_plaintext": True, "peer_timeout_s": 30}
+_TCP_PLAINTEXT: Final[Mapping[str, object]] = {**_PLAINTEXT, "tls": "off"}
+
+#: The paths that are tried, by name. They are not encrypted: what they serve is a pattern of numbers.
+PATHS: Final[Mapping[str, Path]] = MappingProxyType(
+    {
+        path.name: path
+        for path in (
+            Path("shm", "shm"),
+            Path("shm-foreign", "shm", memory="ordinary"),
+            Path("shm-gpu", "shm", memory="gpu"),
+            Path("tcp", "tcp", _TCP_PLAINTEXT),
+            Path("zeromq", "zeromq", {**_PLAINTEXT, "curve": "off"}),
+            Path("auto", "auto", {"network": "tcp", "network_options": _TCP_PLAINTEXT}),
+            Path("ucx", "ucx", _PLAINTEXT),
+            Path("nixl", "nixl", _PLAINTEXT),
+        )
+    }
+)
+
+
+def path_of(name: str, options: Mapping[str, object] | None = None) -> Path:
+    """Return a path of `PATHS`, with the user's own options of its transport if there are any.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    path = PATHS[name]
+    return path if options is None else replace(path, options=dict(options))
