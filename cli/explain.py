@@ -1,31 +1,52 @@
-"""`kvferry explain`: one request's story on every node that took part in it."""
+"""`kvferry explain`: what the router and every node did for one request."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from .access import Get, add_access, fetch, getter, json_of
 from .errors import FAILED, OK, CommandError, UsageError
 from .output import add_json, columns, print_json, say
 
+if TYPE_CHECKING:
+    from kvferry.connector.spans import SpanRecord
+
 _DESCRIPTION: Final = """\
-Tell one request's story: what each node did for it and when, its claims, reads and guards, what moved its KV cache, and how
-much of that time nothing hid. REQUEST is the answer's id, or the X-Request-Id of the request. Nodes are reference nodes; each
-keeps the stories of its latest requests, and tells them at its admin port (--admin-port there). The URL of a router stands for
-all of its nodes.
+Tell what the router and each node did for one request and when: its calls, offers, claims, reads and guards, what moved its KV
+cache, how much of that time nothing hid, and why something failed. REQUEST is the answer's id, or the X-Request-Id of the
+request. Reference nodes and routers keep the spans of their latest requests, and tell them at their admin port (--admin-port
+there). The URL of a router stands for it and all of its nodes.
 """
 
 _TIMEOUT_S: Final = 5.0
+#: Characters of a bar that is as long as the request.
+_BAR: Final = 24
+#: Attributes that are the same in all rows, and the columns of events.
+_NOT_SHOWN: Final = ("at", "name", "request_id", "client_request_id", "phase", "http.request.method")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a server told, or why it could not be asked."""
+
+    url: str
+    process: str = ""
+    engine_id: str = ""
+    spans: tuple[SpanRecord, ...] = ()
+    error: str = ""
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
     """Declare the command."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
-        help="tell one request's story on every node",
+        help="tell what router and nodes did for one request",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
@@ -37,7 +58,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask every node, and print one story."""
+    """Ask every server, and print one account."""
     for url in arguments.urls:
         if not url.startswith(("http://", "https://")):
             raise UsageError(
@@ -45,27 +66,25 @@ def run(arguments: argparse.Namespace) -> int:
             )
     get, get_admin = getter(arguments), getter(arguments, is_admin=True)
     told = ask(arguments.request, [url.rstrip("/") for url in arguments.urls], get, get_admin)
-    found = any(node["stories"] for node in told)
+    found = any(server.spans for server in told)
     if arguments.json:
-        print_json({"request": arguments.request, "nodes": told})
+        print_json({"request": arguments.request, "servers": [dataclasses.asdict(server) for server in told]})
     else:
         say(*tell(arguments.request, told))
     return OK if found else FAILED
 
 
-def ask(
-    request: str, urls: Sequence[str], get: Get = fetch, get_admin: Get | None = None
-) -> list[dict[str, Any]]:
-    """Return what each node knows: `url`, `engine_id`, `stories`, and `error` if it could not be asked.
+def ask(request: str, urls: Sequence[str], get: Get = fetch, get_admin: Get | None = None) -> list[Told]:
+    """Return what each server knows.
 
     Args:
         get: Fetches the text at a URL.
         get_admin: The same for admin endpoints. None: `get`.
     """
-    nodes: dict[str, None] = {}
+    servers: dict[str, None] = {}
     for url in urls:
-        nodes |= dict.fromkeys(_nodes_of_router(url, get) or [url])
-    return [_ask_node(request, url, get, get_admin or get) for url in nodes]
+        servers |= dict.fromkeys([url, *_nodes_of_router(url, get)])
+    return [_ask_server(request, url, get, get_admin or get) for url in servers]
 
 
 def _nodes_of_router(url: str, get: Get) -> list[str]:
@@ -76,95 +95,112 @@ def _nodes_of_router(url: str, get: Get) -> list[str]:
         return []
 
 
-def _ask_node(request: str, url: str, get: Get, get_admin: Get) -> dict[str, Any]:
-    known: dict[str, Any] = {"url": url, "engine_id": "", "stories": [], "error": ""}
+def _ask_server(request: str, url: str, get: Get, get_admin: Get) -> Told:
     hint = ""
     try:
         admin_url, hint = _admin_url(url, get)
         page = get_admin(f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S)
         # Not above, because it brings NumPy, which most commands do not need.
-        from .stories import checked_answer
+        from kvferry.connector.spans import ServerSpans
+        from kvferry.transports.checked import Refused, record
 
-        answer = checked_answer(json_of(page))
-        return known | {"engine_id": answer["engine_id"], "stories": answer["stories"]}
+        try:
+            answer = record(ServerSpans).read_known(json_of(page))
+        except Refused as error:
+            raise CommandError(f"it answers what no server of kvferry answers: {error}") from error
+        return Told(url, **vars(answer))
     except CommandError as error:
-        return known | {"error": _message_in(str(error)) + hint}
+        return Told(url, error=_message_in(str(error)) + hint)
 
 
 def _admin_url(url: str, get: Get) -> tuple[str, str]:
-    """Return where a node's admin endpoints are, and what to add to an error. The given URL may be theirs already."""
+    """Return where a server's admin endpoints are, and what to add to an error. The given URL may be theirs already."""
     try:
         health = json_of(get(f"{url}/health", _TIMEOUT_S))
     except CommandError:
         return url, ""
     port = health.get("admin_port") if isinstance(health, dict) else None
     if type(port) is not int:
-        return url, "; the node has no admin endpoints: start it with --admin-port"
+        return url, "; the server has no admin endpoints: start it with --admin-port"
     parts = urllib.parse.urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{parts.scheme}://{host}:{port}", ""
 
 
 def _message_in(text: str) -> str:
-    """Return the message of a node's error, or the text if it is no such error."""
+    """Return the message of a server's error, or the text if it is no such error."""
     try:
         return str(json_of(text[text.index("{") :])["error"]["message"])
     except (CommandError, ValueError, KeyError, TypeError):
         return text
 
 
-def tell(request: str, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The story for people: a summary per node, then all events in the order of their times."""
+def tell(request: str, servers: Sequence[Told]) -> list[str]:
+    """The account for people: a summary per server, then all spans and their events in the order of their times."""
     lines = [f"request {request}"]
-    events: list[tuple[float, str, Mapping[str, Any]]] = []
-    for node in nodes:
-        for story in node["stories"]:
-            who = story["phase"]
-            summary, *more = _summary(story)
-            lines += [f"  {who:8}{node['url']}  {summary}", *(f"          {line}" for line in more)]
-            events.append((story["arrived"], who, {"name": "arrived", "request": story["request_id"]}))
-            events += [(event["at"], who, event) for event in story["events"]]
-        if node["error"]:
-            lines.append(f"  {'-':8}{node['url']}  {node['error']}")
-    if not events:
+    for server in servers:
+        summaries = [server.error] if server.error else [*filter(None, map(_summary, server.spans))]
+        if server.spans and not {"router", "node"} & {span.name for span in server.spans}:
+            summaries.append("still running")
+        first, *more = summaries or [""]
+        lines.append(f"  {server.process or '-':8}  {server.url}  {first}".rstrip())
+        lines += [f"{'':12}{line}" for line in more]
+    spans = [(server.process, span) for server in servers for span in server.spans]
+    if not spans:
         return lines
-    events.sort(key=lambda entry: entry[0])
-    began = events[0][0]
-    rows = [
-        (f"{(at - began) * 1e3:9.1f} ms", who, str(event["name"]), _details(event))
-        for at, who, event in events
-    ]
-    if not any(event["name"].startswith(("claim", "offer made")) for _, _, event in events):
+    if not any(span.name in ("offer", "claim", "load") for _, span in spans):
         lines.append(
             "  (no claims and reads: start the nodes with --connector-option trace=true to see them)"
         )
-    return [*lines, "", *columns(rows), "", "times of different hosts are as exact as their clocks agree"]
+    began = min(span.start for _, span in spans)
+    scale = _BAR / max(max(span.end for _, span in spans) - began, 1e-6)
+    rows: list[tuple[float, Sequence[str]]] = []
+
+    def add(start: float, mark: str, seconds: float, *cells: str) -> None:
+        at = start - began
+        bar = " " * min(_BAR - 1, int(at * scale)) + mark * max(1, round(seconds * scale))
+        lasts = f"{seconds * 1e3:9.1f} ms" if mark == "=" else ""
+        rows.append((start, (f"{at * 1e3:9.1f} ms", lasts, bar[:_BAR], *cells)))
+
+    for who, span in spans:
+        failed = [f"failed: {span.error}"] if span.error else []
+        what = ", ".join(failed + _words(span.attributes))
+        add(span.start, "=", span.end - span.start, who, span.name, what)
+        for event in span.events:
+            add(float(event["at"]), "|", 0.0, who, f"  {event['name']}", ", ".join(_words(event)))
+    rows.sort(key=lambda row: row[0])
+    head = ("starts at".rjust(12), "lasts".rjust(12), "", "who", "what")
+    table = columns([head, *(row for _, row in rows)])
+    return [*lines, "", *table, "", "times of different hosts are as exact as their clocks agree"]
 
 
-def _summary(story: Mapping[str, Any]) -> list[str]:
-    ending = story["ending"]
-    text = f"{story['num_prompt_tokens']} prompt tokens"
-    if not ending:
-        return [f"{text}, still running, or its client left"]
-    metrics = ending["metrics"]
-    text += f", {metrics['num_cached_tokens']} cached, {metrics['num_loaded_tokens']} loaded"
-    text += f", {metrics['num_output_tokens']} generated, first after {metrics['ttft_s'] * 1e3:.1f} ms"
-    text += f", ended: {ending['error'] or ending['finish_reason']}"
-    transfer = metrics["transfer"]
-    if transfer is None:
-        return [text]
-    if transfer["error"]:
-        return [text, f"the load failed: {transfer['error']}"]
-    why = f" ({transfer['reason']})" if transfer["reason"] else ""
+def _summary(span: SpanRecord) -> str:
+    """Return in words what the end of an answer or of a load says; empty for other spans."""
+    known: defaultdict[str, Any] = defaultdict(int, span.attributes)
+    if span.name == "load" and span.error:
+        return f"the load failed: {span.error}"
+    try:
+        if span.name == "load" and known["outcome"] != "dropped":
+            why = f" ({known['reason']})" if known["reason"] else ""
+            return (
+                f"loaded by {known['transport']}: {known['mechanism']}{why}: {known['blocks']} blocks in "
+                f"{known['regions']} regions, {known['bytes'] / 1e6:.1f} MB, {known['seconds'] * 1e3:.2f} ms, "
+                f"exposed {known['exposed_seconds'] * 1e3:.2f} ms"
+            )
+        if span.name == "generate":
+            return (
+                f"{known['prompt_tokens']} prompt tokens, {known['cached_tokens']} cached, "
+                f"{known['loaded_tokens']} loaded, {known['output_tokens']} generated, first after "
+                f"{known['first_token_s'] * 1e3:.1f} ms, ended: {span.error or known['finish_reason']}"
+            )
+    except TypeError:  # a word in place of a number
+        return ""
+    return ""
+
+
+def _words(known: Mapping[str, Any]) -> list[str]:
     return [
-        text,
-        (
-            f"loaded by {transfer['transport']}: {transfer['mechanism']}{why}: "
-            f"{transfer['num_blocks']} blocks in {transfer['num_regions']} regions, {transfer['num_bytes'] / 1e6:.1f} MB, "
-            f"{transfer['seconds'] * 1e3:.2f} ms, exposed {transfer['exposed_seconds'] * 1e3:.2f} ms"
-        ),
+        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in known.items()
+        if key not in _NOT_SHOWN and value != "" and (key, value) != ("rank", 0)
     ]
-
-
-def _details(event: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("at", "name"))

@@ -19,6 +19,9 @@ from typing import Any, Literal, Self
 
 from kvferry import __version__
 
+from ..transports import checked
+from .spans import SpanRecord
+
 #: Prefix of every metric of kvferry.
 PREFIX = "kvferry_"
 
@@ -175,46 +178,29 @@ class TransferRecord:
 
 
 @dataclass(frozen=True)
-class HandoffEvent:
-    """Describe one thing that happened to a handoff; see `p2p/trace.py`.
-
-    Attributes:
-        request_id: This node's id of the request.
-        at: When, in seconds since 1970, so that the events of two nodes can be joined as well as their clocks agree.
-        name: What happened, in a few words.
-        details: Figures and words that go with it.
-    """
-
-    request_id: str
-    at: float
-    name: str
-    details: Mapping[str, str | int | float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class KVConnectorStats:
     """Hold the figures of one interval, of one rank or of several.
 
     Attributes:
         transfers: One record per load that ended in the interval, oldest first.
         counters: Key in `COUNTERS` → growth in the interval, negative if a gauge fell. An absent key means zero.
-        events: What happened to handoffs in the interval, if the connector has the option `trace`.
+        spans: The spans of handoffs that ended in the interval, if the connector has the option `trace`.
     """
 
     transfers: tuple[TransferRecord, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
-    events: tuple[HandoffEvent, ...] = ()
+    spans: tuple[SpanRecord, ...] = ()
 
     def is_empty(self) -> bool:
         """Say whether nothing happened in the interval."""
-        return not self.transfers and not self.events and not any(self.counters.values())
+        return not self.transfers and not self.spans and not any(self.counters.values())
 
     def aggregate(self, other: Self) -> Self:
         """Add the figures of both. Neither changes."""
         names = [*self.counters, *(name for name in other.counters if name not in self.counters)]
         sums = {name: self.counters.get(name, 0) + other.counters.get(name, 0) for name in names}
         counters = {name: growth for name, growth in sums.items() if growth}
-        return type(self)(self.transfers + other.transfers, counters, self.events + other.events)
+        return type(self)(self.transfers + other.transfers, counters, self.spans + other.spans)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a few figures for a log line. Means are over the loads that succeeded, and 0 if there are none."""
@@ -235,7 +221,7 @@ class KVConnectorStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain lists, dicts, strings and numbers."""
         plain = {"transfers": [asdict(record) for record in self.transfers], "counters": dict(self.counters)}
-        return plain | ({"events": [asdict(event) for event in self.events]} if self.events else {})
+        return plain | ({"spans": [asdict(span) for span in self.spans]} if self.spans else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -244,13 +230,10 @@ class KVConnectorStats:
         Raises:
             ValueError: a key is missing or unknown. Nothing was built.
         """
-        if set(data) - {"events"} != {"transfers", "counters"}:
+        if set(data) - {"spans"} != {"transfers", "counters"}:
             raise ValueError(
-                f"malformed stats: the keys must be 'counters' and 'transfers', and may be 'events', got {sorted(data)}"
+                f"malformed stats: the keys must be 'counters' and 'transfers', and may be 'spans', got {sorted(data)}"
             )
-        for event in data.get("events", ()):
-            if set(event) != {f.name for f in fields(HandoffEvent)}:
-                raise ValueError(f"malformed handoff event: got {sorted(event)}")
         known = {f.name for f in fields(TransferRecord)}
         for record in data["transfers"]:
             if set(record) != known:
@@ -258,8 +241,11 @@ class KVConnectorStats:
                     f"malformed transfer record: the keys must be {sorted(known)}, got {sorted(record)}"
                 )
         transfers = tuple(TransferRecord(**record) for record in data["transfers"])
-        events = tuple(HandoffEvent(**event) for event in data.get("events", ()))
-        return cls(transfers, dict(data["counters"]), events)
+        try:
+            spans = tuple(map(checked.record(SpanRecord).read, data.get("spans", ())))
+        except checked.Refused as error:
+            raise ValueError(f"malformed span: {error}") from error
+        return cls(transfers, dict(data["counters"]), spans)
 
 
 class StatsCollector:
@@ -269,7 +255,7 @@ class StatsCollector:
         self._lock = threading.Lock()
         self._records: list[TransferRecord] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._events: list[HandoffEvent] = []
+        self._spans: list[SpanRecord] = []
 
     def add(self, record: TransferRecord) -> None:
         """Note a load that has ended. One with an `error` is counted as a failure as well."""
@@ -284,20 +270,20 @@ class StatsCollector:
         with self._lock:
             self._counters[key] += by
 
-    def note(self, event: HandoffEvent) -> None:
-        """Keep an event. Events beyond a bound are dropped until the next `take`."""
+    def keep_span(self, span: SpanRecord) -> None:
+        """Keep a span. Spans beyond a bound are dropped until the next `take`."""
         with self._lock:
-            if len(self._events) < _MAX_RECORDS:
-                self._events.append(event)
+            if len(self._spans) < _MAX_RECORDS:
+                self._spans.append(span)
 
     def take(self) -> KVConnectorStats | None:
         """Take the figures since the last call, or None without any."""
         with self._lock:
             records, self._records = self._records, []
             counters, self._counters = self._counters, defaultdict(float)
-            events, self._events = self._events, []
+            spans, self._spans = self._spans, []
         growths = {key: growth for key, growth in counters.items() if growth}
-        stats = KVConnectorStats(tuple(records), growths, tuple(events))
+        stats = KVConnectorStats(tuple(records), growths, tuple(spans))
         return None if stats.is_empty() else stats
 
 

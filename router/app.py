@@ -20,6 +20,7 @@ from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import CLIENT_LEFT, answered_status, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
+from ..web.recent_spans import RecentSpans
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
@@ -84,6 +85,8 @@ class Router:
         self._sources = sources
         self._handoffs = Handoffs()
         self._recent = RecentRequests()
+        self._spans = RecentSpans()
+        self._admin_port: int | None = None
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
@@ -104,7 +107,7 @@ class Router:
     def application(self) -> web.Application:
         """Return the routes for aiohttp."""
         app = web.Application(
-            middlewares=[observed("kvferry.router"), self._count, error_middleware],
+            middlewares=[observed("router", self._spans.keep), self._count, error_middleware],
             client_max_size=MAX_BODY_BYTES,
         )
         app.router.add_post("/v1/completions", self._answer)
@@ -121,19 +124,21 @@ class Router:
         close_connections_while(app, lambda: self._is_draining)
         return app
 
-    def admin_application(self, on_drain: Callable[[], None]) -> web.Application:
+    def admin_application(self, on_drain: Callable[[], None], port: int | None = None) -> web.Application:
         """Return the admin endpoints.
 
         Args:
             on_drain: Starts the drain, after which the process ends.
+            port: Where they are served, for `/health`. None: they are not.
         """
+        self._admin_port = port
 
         async def drain(request: web.Request) -> web.Response:
             on_drain()
             return web.json_response({"status": "draining", "requests": self._num_under_way}, status=202)
 
         nodes = node_routes(self._prefill_pool, self._decode_pool)
-        return admin_application([web.post("/admin/drain", drain), *nodes])
+        return admin_application([web.post("/admin/drain", drain), *self._spans.routes("router"), *nodes])
 
     async def wait_until_ready(self) -> None:
         """Return as soon as a prefill node and a decode node are ready."""
@@ -236,7 +241,10 @@ class Router:
         ]
         status, _ = self._status()
         # The router is alive, also without nodes: a restart would help none of them.
-        return web.json_response({"status": status, "nodes": nodes, "handoffs": self._handoffs.report()})
+        # `kvferry explain` asks for spans at this port.
+        admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
+        health = {"status": status, "nodes": nodes, "handoffs": self._handoffs.report()}
+        return web.json_response({**health, **admin})
 
     async def _ready(self, request: web.Request) -> web.Response:
         status, is_ready = self._status()
@@ -305,7 +313,7 @@ class Router:
         await check_model(self._nodes, body.get("model"))
         request_id = name_request(request.headers.get("X-Request-Id", "") or uuid.uuid4().hex)
         headers = headers_of(request.headers, request_id, passes_keys_on=self._passes_keys_on)
-        queue = current_span().child("kvferry.queue")
+        queue = current_span().child("queue")
         services, path = self._services, request.path
         prompts = prompts_of(body)
         if len(prompts) == 1:

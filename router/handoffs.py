@@ -37,6 +37,7 @@ RELEASE_TIMEOUT_S = 5.0
 #: Seconds that a stopping router waits for them.
 LAST_RELEASES_S = 1.0
 
+NO_REASON = "the decode node gave no reason"
 REMEDY = "start both with the same --connector, or with 'auto'"
 
 
@@ -82,7 +83,7 @@ class Handoffs:
         pair = self.pairs.get((offer.node.url, decode.url))
         if pair is None:
             return  # the prefill node was removed meanwhile
-        pair.last_error = error or "the decode node gave no reason"
+        pair.last_error = error or NO_REASON
         if not pair.is_warned:
             pair.is_warned = True
             logger.warning(

@@ -278,7 +278,7 @@ async def _serve(
     stop = StopRequest(link)
     host, port = listener.getsockname()[:2]
     async with (
-        serving_admin(router.admin_application(stop.begin_drain), admin),
+        serving_admin(router.admin_application(stop.begin_drain, admin.port if admin else None), admin),
         serving(router.application(), listener, limits, access) as server,
     ):
         link.report(listening=port, **({} if admin is None else {"admin": admin.port}))

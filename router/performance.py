@@ -21,15 +21,16 @@ import aiohttp
 from aiohttp import web
 
 from ..connector.p2p.params import REFUSED_TO_CONTINUE
+from ..connector.spans import Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event
-from ..web.tracing import NO_SPAN, Span, current_span
+from ..web.tracing import NO_SPAN, current_span, traced_params
 from . import exchange as does
 from .bodies import decode_body, prefill_body
 from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
-from .handoffs import TRANSFER_HEADER, Handoffs, begun_of, params_of
+from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
 from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .reading import NodeAnswer
@@ -210,6 +211,7 @@ class Performance:
                 services.handoffs.settled(offer, decode, result)
             case does.Explained(offer, decode, error):
                 services.handoffs.explained(offer, decode, error)
+                current_span().note("handoff failed", reason=error or NO_REASON, remedy=REMEDY)
             case does.Release(offer):
                 services.handoffs.release(services.session, exchange, offer)
             case does.EndPrefill():
@@ -260,6 +262,7 @@ class Performance:
 
     def _say(self, fact: Fact, why: Exception | None) -> None:
         metrics, request_id, node = self._services.metrics, self._exchange.request_id, self._exchange.decode
+        current_span().note(fact, reason=str(why or ""))
         match fact:
             case "prefill lost" | "decode lost":
                 role = fact.removesuffix(" lost")
@@ -350,7 +353,7 @@ class Performance:
                     is_vllm=node.abilities.vllm_max_model_len > 0,
                 )
                 self._timeline.prefill_sent(node.url)
-                async with self._asked("kvferry.prefill_call", node, body) as answer:
+                async with self._asked("prefill_call", node, body) as answer:
                     if answer.status != 200:
                         _raise_refusal(node, answer)
                     _require_not_aborted(node, answer)
@@ -401,7 +404,7 @@ class Performance:
         try:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
-                answer = await stack.enter_async_context(self._asked("kvferry.decode_call", node, body))
+                answer = await stack.enter_async_context(self._asked("decode_call", node, body))
                 if answer.status in (429, 502, 503):
                     raise _failed(node, answer)
                 _require_not_aborted(node, answer)
@@ -451,10 +454,11 @@ class Performance:
         """
         self._queue.end()
         async with AsyncExitStack() as stack:
-            span = stack.enter_context(current_span().child(name, node=node.url))
+            span = stack.enter_context(current_span().child(name))
+            span.set(node=node.url)
             if isinstance(params := body.get("kv_transfer_params"), Mapping):
                 # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
-                body = {**body, "kv_transfer_params": span.traced_params(params)}
+                body = {**body, "kv_transfer_params": traced_params(params, span)}
             headers = {**self._exchange.headers, **span.headers}
             async with node.exchange():
                 url = node.url + self._exchange.path
@@ -491,6 +495,7 @@ class Performance:
         await self._stream.write_eof()
 
     async def _fail(self, error: ApiError) -> None:
+        current_span().note("failed", reason=str(error))
         if self._stream is None:
             self._refusal = error
         else:

@@ -1,8 +1,8 @@
-"""Traces of requests: OpenTelemetry's SDK, if it is installed and has somewhere to send spans, and otherwise nothing.
+"""Spans of HTTP requests, and where they are sent: to a collector, if OpenTelemetry's SDK is installed and told one.
 
-`set_up_tracing` decides once per process. Until then, and without the SDK, every span is `NO_SPAN`, which does nothing.
+`set_up_tracing` decides about the collector once per process; the spans themselves are made with or without one.
 The context of a trace comes and goes as W3C Trace Context: in HTTP headers, and as `traceparent` in `kv_transfer_params`
-for nodes that a proxy reaches without passing headers on. `kvferry.connector.p2p.spans` adds the spans of handoffs.
+for nodes that a proxy reaches without passing headers on. `kvferry.connector.p2p.trace` makes the spans of handoffs.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..connector.p2p.params import TRACEPARENT, traceparent_of
-from ..connector.p2p.spans import (
-    active_tracer,
-    context_of_traceparent,
-    traceparent_of_span,
-)
+from ..connector.spans import Keep, Span, active_tracer
 from .errors import answered_status
 from .serving import StartupError
 
@@ -96,111 +91,9 @@ def _start_sdk(service: str) -> None:
     trace.set_tracer_provider(provider)
 
 
-class Span:
-    """A span that is open until the end of its `with` block, or until `end`."""
-
-    def __init__(self, otel_span: Any) -> None:
-        self._span = otel_span
-        self._is_open = True
-
-    @property
-    def trace_id(self) -> str:
-        """Its trace in hexadecimal; empty without tracing."""
-        return f"{self._span.get_span_context().trace_id:032x}"
-
-    @property
-    def traceparent(self) -> str:
-        """The span's name in HTTP headers; empty without tracing."""
-        return traceparent_of_span(self._span)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The HTTP headers that make the receiver's span a child of this one."""
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        headers: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(headers, trace.set_span_in_context(self._span))
-        return headers
-
-    def traced_params(self, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return `kv_transfer_params` that carry the context of this span."""
-        return None if params is None else {**params, TRACEPARENT: self.traceparent}
-
-    def child(self, name: str, at: float | None = None, **attributes: str | float) -> Span:
-        """Begin a span below this one, now or at a time in seconds since 1970."""
-        from opentelemetry import trace
-
-        tracer = active_tracer()
-        assert tracer is not None, "there is a span, so this process traces"
-        context = trace.set_span_in_context(self._span)
-        start = None if at is None else int(at * 1e9)
-        return Span(tracer.start_span(name, context=context, start_time=start, attributes=_named(attributes)))
-
-    def set(self, **attributes: str | float) -> None:
-        """Add attributes."""
-        if self._is_open:
-            self._span.set_attributes(_named(attributes))
-
-    def fail(self, why: str) -> None:
-        """Mark the span as failed."""
-        from opentelemetry.trace import Status, StatusCode
-
-        if self._is_open:
-            self._span.set_status(Status(StatusCode.ERROR, why))
-
-    def end(self, at: float | None = None) -> None:
-        """End the span, now or at a time in seconds since 1970. Later calls do nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._span.end(None if at is None else int(at * 1e9))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):  # and not a client that left
-            self.fail(f"{type(error).__name__}: {error}")
-        self.end()
-
-
-class _NoSpan(Span):
-    """Stands for every span of a process that does not trace."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    @property
-    def trace_id(self) -> str:
-        return ""
-
-    @property
-    def traceparent(self) -> str:
-        return ""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {}
-
-    def traced_params(self, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        return params
-
-    def child(self, name: str, at: float | None = None, **attributes: str | float) -> Span:
-        return self
-
-    def set(self, **attributes: str | float) -> None:
-        return
-
-    def fail(self, why: str) -> None:
-        return
-
-    def end(self, at: float | None = None) -> None:
-        return
-
-
-NO_SPAN: Final[Span] = _NoSpan()
+#: Stands for the span of what belongs to no HTTP request. It has ended, so it takes nothing in.
+NO_SPAN: Final = Span("", None)
+NO_SPAN.end()
 _current: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
 
 
@@ -216,16 +109,27 @@ request_id_in_logs: ContextVar[str] = ContextVar("request_id", default="")
 def name_request(request_id: str) -> str:
     """Use this id in the log lines of the request that this task answers, and return it."""
     request_id_in_logs.set(request_id)
-    current_span().set(client_request_id=request_id)
+    span = current_span()
+    span.name_request(request_id)
+    span.set(client_request_id=request_id)
     return request_id
 
 
-def observed(name: str) -> Middleware:
+def traced_params(params: Mapping[str, Any] | None, span: Span) -> Mapping[str, Any] | None:
+    """Return `kv_transfer_params` that carry the context of a span; as they are, if it is not exported."""
+    context = span.traceparent
+    return {**params, TRACEPARENT: context} if params is not None and context else params
+
+
+def observed(name: str, keep: Keep) -> Middleware:
     """Make a middleware that logs each POST request when it is answered, and gives it a span below the one that its headers
     name.
 
     Put it first, so that the span includes what other middlewares do. A request without `traceparent` in its headers
     may have one in its `kv_transfer_params`: see `span_of_work`.
+
+    Args:
+        keep: Called with the span, and those below it, when they have ended.
     """
 
     @web.middleware
@@ -234,6 +138,8 @@ def observed(name: str) -> Middleware:
         if request.method != "POST":
             return await handler(request)
         began = time.monotonic()
+        span = Span(name, keep, otel=_otel_of(request))
+        span.set(**{"http.request.method": request.method, "url.path": request.path})
 
         async def answer() -> web.StreamResponse:
             try:
@@ -247,24 +153,11 @@ def observed(name: str) -> Middleware:
         def log_end(status: int | None) -> None:
             seconds = time.monotonic() - began
             if status is None:
+                span.note("the client disconnected")
                 logger.info("the client of %s disconnected after %.3f s", request.path, seconds)
             else:
                 logger.info("answered %s with %d in %.3f s", request.path, status, seconds)
 
-        tracer = active_tracer()
-        if tracer is None:
-            return await answer()
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        span = Span(
-            tracer.start_span(
-                name,
-                context=TraceContextTextMapPropagator().extract(request.headers, context_of_traceparent("")),
-                kind=SpanKind.SERVER,
-                attributes={"http.request.method": request.method, "url.path": request.path},
-            )
-        )
         token = _current.set(span)
         try:
             with span:
@@ -287,11 +180,10 @@ def span_of_work(request: web.Request, params: Any) -> Iterator[Span]:
     trace. The span of the HTTP request began before the body was read, so it cannot belong there any more.
     """
     span, known = current_span(), traceparent_of(params)
-    tracer = active_tracer()
-    if span is NO_SPAN or tracer is None or not known or TRACEPARENT in request.headers:
+    if not span.trace_id or not known or TRACEPARENT in request.headers:
         yield span
         return
-    with Span(tracer.start_span("kvferry.work", context=context_of_traceparent(known))) as work:
+    with span.child("work", traceparent=known) as work:
         span.set(continued_in_trace=work.trace_id)
         token = _current.set(work)
         try:
@@ -300,5 +192,13 @@ def span_of_work(request: web.Request, params: Any) -> Iterator[Span]:
             _current.reset(token)
 
 
-def _named(attributes: Mapping[str, str | float]) -> dict[str, str | float]:
-    return {name if "." in name else f"kvferry.{name}": value for name, value in attributes.items()}
+def _otel_of(request: web.Request) -> dict[str, Any]:
+    """Return what OpenTelemetry is to know of the span of an HTTP request; nothing if this process does not export."""
+    if active_tracer() is None:
+        return {}
+    from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    context = TraceContextTextMapPropagator().extract(request.headers, Context())
+    return {"context": context, "kind": SpanKind.SERVER}

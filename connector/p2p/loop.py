@@ -123,7 +123,7 @@ class HandoffLoop:
         protocol: This node's; from now on only the thread calls it.
         outcomes: Where the ends of handoffs are noted.
         address: Where the endpoint listens.
-        trace: Notes what happens to each request; None if that is not wanted.
+        trace: Makes the spans of each request; None if they are not wanted.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class HandoffLoop:
         self._outcomes = outcomes
         self._log = bug_log(logger)
         self._driver = _Driver(transport.guards, endpoint, protocol, outcomes, address, self._log, trace)
-        self._is_traced = trace is not None
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
         self._num_submitted = 0
@@ -176,7 +175,7 @@ class HandoffLoop:
         self._orders.append(_Order(self._num_submitted, orders, computed))
         # An announcement is carried out before the next message is dealt with, and that is early enough. A thread that woke up
         # for it would take the interpreter's lock, and often the core, from the step that computes the prompt.
-        if self._is_traced or not orders.only_announces():
+        if not orders.only_announces():
             self._wake()
         # The thread sets this before it ends all that is expected. So whichever of the two comes later ends these orders.
         if self._has_ended.is_set():
@@ -861,7 +860,12 @@ class _Driver:
             logger.log(
                 level, "load of request %r failed: %s", ended.request_id, str(ended.error), extra=about
             )
-        self._must("reporting the end of a load", partial(self._outcomes.load_ended, ended, _now()))
+        now = _now()
+        if self._trace is not None:
+            # Before the engine hears of it: an engine that has nothing more to do asks for no further stats.
+            with survived("cannot trace the end of a load", self._log):
+                self._trace.load_ended(ended, self._outcomes.figures_of(ended, now))
+        self._must("reporting the end of a load", partial(self._outcomes.load_ended, ended, now))
 
 
 class _Unreachable:

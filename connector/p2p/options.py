@@ -30,7 +30,7 @@ class ConnectorOptions:
         address: Where to listen, in the transport's own form; empty lets the transport choose.
         transport: Scheme of the transport that carries the bytes, e.g. `"shm"`.
         transport_options: The transport's own options; it refuses those that it does not know.
-        trace: Keep the events of each handoff (claims, grants, reads, ends) among the connector's stats, for
+        trace: Keep the spans of each handoff (offers, claims, grants, loads, reads) among the connector's stats, for
             `kvferry explain`. Costs a few microseconds per message.
         offer_answer: When a request of a decode node ends, offer the cache of its prompt and answer, so that the prefill node
             loads it in the conversation's next turn; and let a prefill node load such offers. Set it on both nodes.

@@ -18,7 +18,8 @@ from ...transports.base import Route, TransferEnded
 from ...transports.errors import KVTransferError
 from ..handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
 from ..output import KVConnectorOutput
-from ..stats import HandoffEvent, KVConnectorStats, StatsCollector, TransferRecord
+from ..spans import SpanRecord
+from ..stats import KVConnectorStats, StatsCollector, TransferRecord
 from .orders import HandoffMetadata, OfferOrder
 
 
@@ -128,6 +129,11 @@ class Outcomes:
         with self._lock:
             self._end_offer(ended)
 
+    def figures_of(self, ended: LoadEnded, now: float) -> TransferRecord:
+        """Return the record of a load that ends now."""
+        with self._lock:
+            return self._record(ended, self._loads.get(ended.request_id), now)
+
     def load_ended(self, ended: LoadEnded, now: float) -> None:
         """Note that nothing writes into the load's blocks any more."""
         with self._lock:
@@ -161,9 +167,9 @@ class Outcomes:
         """Count something that is not the end of a handoff; `name` is one of `COUNTERS`."""
         self._stats.count(name)
 
-    def note(self, event: HandoffEvent) -> None:
-        """Keep an event of a handoff for the stats."""
-        self._stats.note(event)
+    def keep_span(self, span: SpanRecord) -> None:
+        """Keep a span of a handoff for the stats."""
+        self._stats.keep_span(span)
 
     def wait(self, timeout_s: float) -> None:
         """Return as soon as there is something to report, or after `timeout_s`; at once if nothing is owed an end."""
@@ -210,9 +216,7 @@ class Outcomes:
     def _end_load(self, ended: LoadEnded, now: float) -> None:
         # A load that was refused before it could be ordered has no record here, and is reported all the same.
         load = self._loads.pop(ended.request_id, None)
-        if load is None:
-            load = _Load(ended.blocks, exposed_since=now)
-        else:
+        if load is not None:
             self._stats.count("live_loads", -1)
         self._report.finished_recving.add(ended.request_id)
         self._has_news.notify_all()
@@ -221,9 +225,10 @@ class Outcomes:
         if ended.error is not None:
             self._report.invalid_block_ids.update(_real_blocks(ended.blocks))
             self._report.load_errors[ended.request_id] = str(ended.error)
-        self._stats.add(self._record(ended, load.reads, now - load.exposed_since))
+        self._stats.add(self._record(ended, load, now))
 
-    def _record(self, ended: LoadEnded, reads: Sequence[_Read], exposed_s: float) -> TransferRecord:
+    def _record(self, ended: LoadEnded, load: _Load | None, now: float) -> TransferRecord:
+        reads: Sequence[_Read] = () if load is None else load.reads
         return TransferRecord(
             request_id=ended.request_id,
             transport=_joined(read.route.scheme for read in reads) or self._transport,
@@ -236,7 +241,7 @@ class Outcomes:
             seconds=_seconds(reads) if reads else 0.0,
             error="" if ended.error is None else str(ended.error),
             reason=_joined(read.route.reason for read in reads),
-            exposed_seconds=exposed_s,
+            exposed_seconds=0.0 if load is None else now - load.exposed_since,
         )
 
 

@@ -1,14 +1,23 @@
-"""What happens to each request in a handoff, as events: `kvferry explain` shows them, and `spans` makes spans of them.
+"""The spans of a handoff: `kvferry explain` shows them, and a host that has set up OpenTelemetry's SDK exports them.
 
 The handoff thread passes everything by a `HandoffTrace` on its way: orders of the engine, messages of peers, and the
-protocol's actions. The protocol itself knows nothing of it. Messages name a request by the producer's id and a lease, so
-a consumer's trace keeps the claims that are under way.
+protocol's actions. The protocol itself knows nothing of it. The spans of one request, by the half of the handoff that this node
+has:
+
+    producer   offer     from the offer until its end
+               grant     from the arrival of a claim until its answer; its parent is the consumer's claim
+    consumer   claim     from the order to claim until every rank of the producer has answered
+               load      from the allocation of the blocks until the load's end
+               read      one round of the load from one rank; its parent is the load
+
+The parent of `offer`, `claim` and `load` is the span whose `traceparent` came with the request. What else happens is an event of
+the span that is open.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Mapping
 
 from ...transports.base import Route, TransferEnded
 from ...transports.errors import KVTransferError
@@ -27,73 +36,69 @@ from ..handoff.messages import (
     Welcome,
     decode,
 )
-from ..stats import HandoffEvent
+from ..spans import Keep, Span
+from ..stats import TransferRecord
 from .orders import OpenOrder, RequestOrders
-from .spans import HandoffSpans
 
-#: Claims whose requests are remembered: more than a node has under way.
-_MAX_CLAIMS = 4096
+#: Spans that are open at once, and requests and claims that are remembered: more than a node has under way. A claim that was
+#: dropped before its load was ordered has no end that would be seen here.
+_MAX_OPEN = 4096
+
+#: The name of a span, its request, and for a grant or a read the rank at the other side.
+_Key = tuple[str, ...]
 
 
 class HandoffTrace:
-    """Notes events. Only the handoff thread calls it.
+    """Makes the spans. Only the handoff thread calls it.
+
+    Messages name a request by the producer's id and a lease, so a consumer's trace keeps the claims that are under way.
 
     Args:
-        note: Called with each event, if it is to be kept for `kvferry explain`.
-        spans: Makes spans of the events, if this process exports them.
+        keep: Called with each span that has ended, for `kvferry explain`. None: spans are only exported.
+        rank: This process's rank in its node.
     """
 
-    def __init__(
-        self, note: Callable[[HandoffEvent], None] | None, spans: HandoffSpans | None = None
-    ) -> None:
-        self._note_event = note
-        self._spans = spans
+    def __init__(self, keep: Keep | None, rank: int) -> None:
+        self._keep = keep
+        self._rank = rank
+        self._open: OrderedDict[_Key, Span] = OrderedDict()
+        self._parents: OrderedDict[str, str] = OrderedDict()  # by request: the traceparent that came with it
         # (the producer's request or the rendezvous, lease) → this node's request
         self._claims: dict[tuple[str, int], str] = {}
         self._claim_of: dict[str, tuple[str, int]] = {}  # the inverse
-        self._num_rounds: dict[str, int] = {}  # of loads under way
-
-    def _note(self, request_id: str, name: str, **details: str | float) -> None:
-        event = HandoffEvent(request_id, time.time(), name, details)
-        if self._note_event is not None:
-            self._note_event(event)
-        if self._spans is not None:
-            self._spans.note(event)
+        self._num_unanswered: dict[str, int] = {}  # by request that claims: ranks of the producer
+        self._num_rounds: dict[str, int] = {}  # by request that loads
 
     def claim_context(self, request_id: str) -> str:
         """Return the `traceparent` that a request's claim is to carry; empty if this process exports no spans."""
-        return "" if self._spans is None else self._spans.claim_context(request_id)
+        span = self._open.get(("claim", request_id))
+        return "" if span is None else span.traceparent
 
     def ordered(self, orders: RequestOrders) -> None:
         """Note what the engine ordered about one request in a step."""
         request_id = orders.request_id
-        traced = {"traceparent": orders.traceparent} if orders.traceparent else {}
-        if (announced := orders.announcement) is not None:
-            if announced.name:
-                self._remember(request_id, (announced.name, announced.lease))
-            self._note(request_id, "offer announced", **traced)
+        if orders.traceparent:
+            self._parents[request_id] = orders.traceparent
+            if len(self._parents) > _MAX_OPEN:
+                self._parents.popitem(last=False)
+        if (announced := orders.announcement) is not None and announced.name:
+            self._remember(request_id, (announced.name, announced.lease))
         if (offer := orders.offer) is not None:
-            num_ready = offer.num_ready if isinstance(offer, OpenOrder) else offer.num_tokens
-            self._note(request_id, "offer made", tokens=offer.num_tokens, ready=num_ready)
+            ready = offer.num_ready if isinstance(offer, OpenOrder) else offer.num_tokens
+            self._begin(("offer", request_id), {"tokens": offer.num_tokens, "ready": ready})
         if orders.completion is not None:
-            self._note(request_id, "prompt computed")
+            self._note(("offer", request_id), "prompt computed")
         if orders.abort:
-            self._note(request_id, "offer aborted by the engine")
+            self._note(("offer", request_id), "aborted by the engine")
         if (claimed := orders.claim) is not None:
             self._remember(request_id, (claimed.request_id, claimed.lease))
-            self._note(
-                request_id,
-                "claim ordered",
-                producer=claimed.engine_id,
-                producer_request=claimed.request_id,
-                ranks=len(claimed.addresses),
-                **traced,
-            )
+            names = {"producer": claimed.engine_id, "producer_request": claimed.request_id}
+            self._begin(("claim", request_id), names)
+            self._num_unanswered[request_id] = len(claimed.addresses)
         if orders.load is not None:
-            blocks = sum(len(set(group.block_ids) - {0}) for group in orders.load)
-            self._note(request_id, "blocks allocated", blocks=blocks)
+            self._begin(("load", request_id))
         if orders.drop:
-            self._note(request_id, "load dropped by the engine")
+            self._end(("claim", request_id), "dropped")
 
     def received(self, data: bytes, version: int) -> None:
         """Note a message of a peer that speaks this version. One that cannot be read is the protocol's to refuse."""
@@ -101,76 +106,144 @@ class HandoffTrace:
             message = decode(data, version)
         except KVTransferError:
             return
-        self._about(message, "received")
+        self._about(message, is_sent=False)
 
     def performed(self, action: Action) -> None:
         """Note an action of the protocol."""
         match action:
             case Send(_, message):
-                self._about(message, "sent")
-            case StartRead():
-                number = self._num_rounds[action.request_id] = self._num_rounds.get(action.request_id, 0) + 1
-                self._note(
-                    action.request_id,
-                    "read started",
-                    round=number,
-                    rank=action.rank,
-                    regions=len(action.pairs),
-                    bytes=action.pairs.num_bytes,
-                    guard=action.guard.index,
-                )
+                self._about(message, is_sent=True)
+            case StartRead(request_id=request_id, rank=rank, pairs=pairs):
+                number = self._num_rounds[request_id] = self._num_rounds.get(request_id, 0) + 1
+                figures = {"round": number, "regions": len(pairs)}
+                self._begin(("read", request_id, str(rank)), figures, self._open.get(("load", request_id)))
             case OfferCompleted(request_id):
-                self._note(request_id, "whole offer readable")
+                self._note(("load", request_id), "whole offer readable")
             case OfferEnded(request_id, outcome, reason):
                 # The guard was cleared by the action before.
-                self._note(request_id, f"offer {outcome}", reason=reason)
-                self._forget(request_id)
-            case LoadEnded(request_id, outcome, error):
-                self._note(request_id, f"load {outcome}", **({} if error is None else {"error": str(error)}))
+                failure = reason if outcome == "expired" else ""
+                self._end(("offer", request_id), outcome, failure, reason=reason)
                 self._forget(request_id)
 
     def read_ended(self, read: StartRead, ended: TransferEnded, route: Route) -> None:
         """Note the end of a read, after which its guard was checked."""
-        self._note(
-            read.request_id,
-            "read ended" if ended.error is None else "read failed",
-            rank=read.rank,
-            bytes=ended.num_bytes,
-            ms=round(ended.seconds * 1e3, 3),
+        failure = "" if ended.error is None else str(ended.error)
+        self._end(
+            ("read", read.request_id, str(read.rank)),
+            "failed" if failure else "read",
+            failure,
             transport=route.scheme,
             mechanism=ended.mechanism,
-            guard="held" if ended.error is None else str(ended.error),
+            bytes=ended.num_bytes,
+            seconds=ended.seconds,
+            guard=failure or "held",
         )
 
-    def _about(self, message: Message, way: str) -> None:
+    def load_ended(self, ended: LoadEnded, figures: TransferRecord) -> None:
+        """Note the end of a load, with the figures that the metrics have of it."""
+        request_id, failure = ended.request_id, "" if ended.error is None else str(ended.error)
+        if (span := self._open.get(("load", request_id))) is not None:
+            span.set(
+                transport=figures.transport,
+                mechanism=figures.mechanism,
+                reason=figures.reason,
+                blocks=figures.num_blocks,
+                regions=figures.num_regions,
+                bytes=figures.num_bytes,
+                rounds=self._num_rounds.get(request_id, 0),
+                seconds=figures.seconds,
+                exposed_seconds=figures.exposed_seconds,
+            )
+        for name in ("load", "claim"):
+            self._end((name, request_id), ended.outcome, failure)
+        self._forget(request_id)
+
+    def _about(self, message: Message, *, is_sent: bool) -> None:
         if isinstance(message, Hello | Welcome | Heartbeat):
             return  # about no request
         # A producer's own requests are among them only by the name of a rendezvous; others keep their id.
         request_id = self._claims.get((message.request_id, message.lease), message.request_id)
+        offer, claim, load = ("offer", request_id), ("claim", request_id), ("load", request_id)
+        ours = load if load in self._open else claim
         match message:
-            case Claim(rank=rank, num_ranks=num_ranks, traceparent=traceparent):
-                # The sender has noted its context already, when it ordered the claim.
-                traced = {"traceparent": traceparent} if traceparent and way == "received" else {}
-                self._note(request_id, f"claim {way}", consumer_rank=rank, ranks=num_ranks, **traced)
+            case Claim(rank=rank) if is_sent:
+                self._note(claim, "claim sent", consumer_rank=rank)
+            case Claim(rank=rank, num_ranks=ranks, traceparent=traceparent):
+                # If the consumer does not trace, the answer to its claim belongs to this node's request.
+                self._begin(("grant", request_id, str(rank)), {"ranks": ranks}, traceparent=traceparent)
             case Parked():
-                self._note(request_id, f"claim parked, {way}")
-            case Grant(guard_index=guard, num_tokens=num_tokens, num_ready=num_ready):
-                self._note(request_id, f"grant {way}", guard=guard, tokens=num_tokens, ready=num_ready)
-            case Progress(num_ready=num_ready):
-                self._note(request_id, f"progress {way}", ready=num_ready)
+                self._note(
+                    self._first_grant(request_id) if is_sent else claim,
+                    "claim parked until the offer is made",
+                )
+            case Grant(num_tokens=tokens, num_ready=ready) if is_sent:
+                self._end(
+                    self._first_grant(request_id),
+                    "granted",
+                    tokens=tokens,
+                    ready=ready,
+                    guard=message.guard_index,
+                )
+            case Grant(num_tokens=tokens, num_ready=ready):
+                self._num_unanswered[request_id] = self._num_unanswered.get(request_id, 1) - 1
+                if self._num_unanswered[request_id] <= 0:
+                    self._end(claim, "granted", tokens=tokens, ready=ready, guard=message.guard_index)
+            case Deny(reason=reason) if is_sent:
+                self._end(self._first_grant(request_id), "denied", reason=reason)
             case Deny(reason=reason):
-                self._note(request_id, f"denial {way}", reason=reason)
+                self._end(claim, "denied", reason, reason=reason)
+            case Progress(num_ready=ready):
+                self._note(offer if is_sent else ours, "progress", ready=ready)
             case Revoke(reason=reason):
-                self._note(request_id, f"revocation {way}", reason=reason)
+                self._note(offer if is_sent else ours, "offer revoked", reason=reason)
             case Release(delivered=delivered, rank=rank):
-                self._note(request_id, f"release {way}", delivered=int(delivered), consumer_rank=rank)
+                details = {"delivered": int(delivered), "consumer_rank": rank}
+                self._note(ours if is_sent else offer, "release", **details)
+
+    def _first_grant(self, request_id: str) -> _Key:
+        """Return the claim that an answer is about: it does not name the consumer's rank, and the oldest claim is answered first."""
+        return next((key for key in self._open if key[:2] == ("grant", request_id)), ("grant",))
+
+    # -- spans --------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        key: _Key,
+        attributes: Mapping[str, str | float] | None = None,
+        parent: Span | None = None,
+        traceparent: str = "",
+    ) -> None:
+        self._end(key, "unknown")  # a request id that is used again, or a claim that was repeated
+        name, request_id = key[:2]
+        if parent is None:
+            traceparent = traceparent or self._parents.get(request_id, "")
+        span = Span(name, self._keep, request_id, parent=parent, traceparent=traceparent)
+        span.set(**(attributes or {}), **({"peer_rank": int(key[2])} if len(key) > 2 else {}))
+        self._open[key] = span
+        if len(self._open) > _MAX_OPEN:
+            self._end(next(iter(self._open)), "unknown")
+
+    def _note(self, key: _Key, event: str, **details: str | float) -> None:
+        if (span := self._open.get(key)) is not None:
+            span.note(event, **details)
+
+    def _end(self, key: _Key, outcome: str, failure: str = "", **attributes: str | float) -> None:
+        if key[0] == "claim":
+            self._num_unanswered.pop(key[1], None)
+        if (span := self._open.pop(key, None)) is None:
+            return
+        span.set(outcome=outcome, request_id=span.request_id, rank=self._rank, **attributes)
+        if failure:
+            span.fail(failure)
+        span.end()
+
+    # -- claims -------------------------------------------------------------------------------------
 
     def _remember(self, request_id: str, claim: tuple[str, int]) -> None:
         self._forget(request_id)  # an id may be used again
         self._claims[claim] = request_id
         self._claim_of[request_id] = claim
-        if len(self._claim_of) > _MAX_CLAIMS:
-            # A claim that was dropped before its load was ordered has no end that would be seen here.
+        if len(self._claim_of) > _MAX_OPEN:
             self._forget(next(iter(self._claim_of)))
 
     def _forget(self, request_id: str) -> None:

@@ -24,6 +24,7 @@ from ..handoff.node import NodeProtocol
 from ..handoff.producer import ProducerProtocol
 from ..output import KVConnectorOutput
 from ..planning.compatibility import digest
+from ..spans import active_tracer
 from ..stats import KVConnectorStats
 from .computed import AT_ONCE, Mark, mark_computed
 from .loop import HandoffLoop
@@ -31,7 +32,6 @@ from .options import ConnectorOptions
 from .orders import HandoffMetadata, WorkerAddress
 from .outcomes import Outcomes
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
-from .spans import HandoffSpans, active_tracer
 from .trace import HandoffTrace
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ class RunningHandoffs:
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
             ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
         )
-        tracer = active_tracer()
-        spans = None if tracer is None else HandoffSpans(tracer, parallel.rank)
-        note = self.outcomes.note if options.trace else None
-        trace = HandoffTrace(note, spans) if note or spans else None
+        keep = self.outcomes.keep_span if options.trace else None
+        trace = HandoffTrace(keep, parallel.rank) if keep is not None or active_tracer() is not None else None
         self._loop = HandoffLoop(transport, endpoint, protocol, self.outcomes, self.address.address, trace)
         self._mark = mark
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S

@@ -236,7 +236,9 @@ def _start(
     single = launcher.start_node("single node", "single", *options.node_arguments)
     with Elapsed("starting the nodes") as waiting:
         launcher.wait_listening([prefill, decode], options.start_timeout_s)
-        routers = {way: _start_router(launcher, prefill, decode, options, way) for way in options.ways}
+        routers = {
+            way: _start_router(launcher, prefill, decode, options, way, *admin) for way in options.ways
+        }
         late = [prefill, decode, single, *routers.values()]
 
         def note_ready(process: LaunchedProcess, seconds: float) -> None:
@@ -256,11 +258,12 @@ def _start_router(
     decode: LaunchedProcess,
     options: DemoOptions,
     way: Way,
+    *admin: str,
 ) -> LaunchedProcess:
     if options.router == "vllm-router":
         return start_vllm_router(launcher, options.router, [prefill], [decode])
     name = f"router {way.value}" if len(options.ways) > 1 else "router"
-    return launcher.start_router(name, [prefill], [decode], *way.router_arguments)
+    return launcher.start_router(name, [prefill], [decode], *way.router_arguments, *admin)
 
 
 def _ask_all(url: str, options: DemoOptions, display: Display, cache_salt: str = "") -> list[Answer]:

@@ -29,8 +29,9 @@ from ...web.errors import (
     unavailable,
 )
 from ...web.json_body import MAX_BODY_BYTES, read_json
+from ...web.recent_spans import RecentSpans
 from ...web.serving import close_connections_while
-from ...web.tracing import current_span, name_request, observed, span_of_work
+from ...web.tracing import current_span, name_request, observed, span_of_work, traced_params
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, Logprobs, RequestOutput
@@ -39,6 +40,7 @@ from .first_token import FIRST_TOKEN, KnownToken, passed_on
 from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
+from .phases import Phases
 from .prompts import PromptReader
 from .replies import (
     TRANSFER_HEADER,
@@ -51,12 +53,14 @@ from .replies import (
     failure,
     transfer_outcome,
 )
-from .stories import MAX_STORIES, Stories
 
 #: Most characters of a client's `X-Request-Id`. The rest is cut off. vllm-router puts both nodes' addresses into an id, before
 #: the part that makes it unique.
 MAX_REQUEST_ID_CHARS = 640
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+#: What `kvferry explain` calls a node, by its role.
+_PROCESSES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +88,7 @@ class NodeServer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._metrics = NodeMetrics(engine.stats)
-        self._stories = Stories()
+        self._spans = RecentSpans()
         engine.on_handoffs = self._observe_handoffs
         self._prompts: PromptReader
         self._names: TokenNames
@@ -118,7 +122,8 @@ class NodeServer:
     def application(self) -> web.Application:
         """Return the routes for aiohttp."""
         app = web.Application(
-            middlewares=[observed("kvferry.node"), error_middleware], client_max_size=MAX_BODY_BYTES
+            middlewares=[observed("node", self._spans.keep), error_middleware],
+            client_max_size=MAX_BODY_BYTES,
         )
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
@@ -145,13 +150,10 @@ class NodeServer:
             on_drain()
             return web.json_response({"status": "draining", "requests": self._num_answering}, status=202)
 
-        return admin_application(
-            [
-                web.post("/admin/drain", drain),
-                web.get("/admin/requests", self._latest_requests),
-                web.get("/admin/requests/{request_id:.+}", self._story),
-            ]
-        )
+        kv_transfer = self._engine.settings.kv_transfer
+        role, engine_id = (kv_transfer.kv_role, kv_transfer.engine_id) if kv_transfer else ("", "")
+        routes = self._spans.routes(_PROCESSES.get(role, "node"), engine_id)
+        return admin_application([web.post("/admin/drain", drain), *routes])
 
     async def _close_prompts(self, app: web.Application) -> None:
         if self._is_ready:
@@ -163,7 +165,7 @@ class NodeServer:
         status, error = self._status()
         # A node that drains is alive: a supervisor that restarted it now would cut off its last requests.
         is_alive = status in ("ok", "draining")
-        # `kvferry explain` asks for stories at this port.
+        # `kvferry explain` asks for spans at this port.
         admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
         return self._described(status, error, is_alive, **admin)
 
@@ -217,24 +219,8 @@ class NodeServer:
 
     def _observe_handoffs(self, stats: KVConnectorStats) -> None:
         self._metrics.observe_handoffs(stats)
-        self._stories.observe_handoffs(stats)
-
-    async def _latest_requests(self, request: web.Request) -> web.Response:
-        return web.json_response({"requests": self._stories.latest()})
-
-    async def _story(self, request: web.Request) -> web.Response:
-        """Answer with what this node knows of a request; see `stories`."""
-        wanted = request.match_info["request_id"]
-        stories = self._stories.find(wanted)
-        if not stories:
-            message = (
-                f"no story of request {wanted!r}; this node keeps those of its latest {MAX_STORIES} requests"
-            )
-            raise ApiError(404, message, kind="invalid_request_error", param="request_id")
-        kv_transfer = self._engine.settings.kv_transfer
-        return web.json_response(
-            {"engine_id": kv_transfer.engine_id if kv_transfer else "", "stories": stories}
-        )
+        for span in stats.spans:
+            self._spans.keep(span, _client_id_of(span.request_id))
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self._served_models()})
@@ -429,7 +415,7 @@ class NodeServer:
             request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=prompt,
             sampling=sampling,
-            kv_transfer_params=None if number else current_span().traced_params(client.kv_transfer_params),
+            kv_transfer_params=None if number else traced_params(client.kv_transfer_params, current_span()),
             cache_salt=client.cache_salt,
             lora_name=lora_name,
             items=client.items,
@@ -438,13 +424,13 @@ class NodeServer:
         )
 
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Generate, and on the way measure the answer and tell the request's story."""
-        self._stories.begin(generation, current_span())
+        """Generate, and on the way measure the answer and note its phases."""
+        phases = Phases(generation, current_span())
         measured = self._metrics.begin_request()
         try:
             async with contextlib.aclosing(self._engine.generate(generation)) as outputs:
                 async for output in outputs:
-                    self._stories.observe_output(generation.request_id, output)
+                    phases.observe(output)
                     measured.observe(output)
                     if output.prompt_logprobs and output.kv_transfer_params is not None:
                         # The decode node will not compute the prompt, so it needs them from here.
@@ -452,11 +438,10 @@ class NodeServer:
                         output = replace(output, kv_transfer_params=params)
                     yield output
         except Exception as error:
-            reason = {"reason": f"{type(error).__name__}: {error}"}
-            self._stories.note(generation.request_id, "refused or failed", time.time(), reason)
+            phases.end("error", f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._stories.left(generation.request_id)
+            phases.end("the client left")
 
     async def _whole(
         self,
@@ -605,6 +590,12 @@ def _client_request_id(request: web.Request) -> str:
     given = request.headers.get("X-Request-Id", "").strip()
     printable = "".join(char for char in given if char.isascii() and char.isprintable())
     return printable[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+
+def _client_id_of(engine_id: str) -> str:
+    """Return the `X-Request-Id` of a request that the connector knows as `KIND-ID-SUFFIX-NUMBER`; see `_generation`."""
+    # The engine appends the number, which makes ids unique for the connector.
+    return engine_id.rpartition("-")[0].rpartition("-")[0].partition("-")[2] or engine_id
 
 
 def _event(payload: Mapping[str, Any]) -> bytes:

@@ -15,13 +15,14 @@ from kvferry.cli.main import main
 from kvferry.transports.testing.certificates import Authority
 
 KEY, ADMIN_KEY = "sk-public", "sk-admin"
-STORY = {
-    "request_id": "cmpl-a-12345678",
-    "phase": "decode",
-    "arrived": 1.0,
-    "num_prompt_tokens": 3,
+SPAN = {
+    "request_id": "a",
+    "name": "generate",
+    "start": 1.0,
+    "end": 2.0,
+    "attributes": {"prompt_tokens": 3},
     "events": [],
-    "ending": {},
+    "error": "",
 }
 
 
@@ -44,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         server.asked.append((self.path, self.headers["Authorization"]))  # type: ignore[attr-defined]
         answers = {
             "/health": {"status": "ok", "admin_port": server.server_address[1]},
-            "/admin/requests/a": {"engine_id": "e", "stories": [STORY]},
+            "/admin/requests/a": {"process": "decode", "engine_id": "e", "spans": [SPAN]},
         }
         known = self.path in answers
         is_allowed = (
@@ -98,7 +99,7 @@ def test_a_redirect_is_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
         server.shutdown()
         thread.join()
     assert "/elsewhere" not in asked
-    assert "HTTP status 302" in json.loads(capsys.readouterr().out)["nodes"][0]["error"]
+    assert "HTTP status 302" in json.loads(capsys.readouterr().out)["servers"][0]["error"]
 
 
 def test_a_wrong_key_is_reported_without_showing_it(

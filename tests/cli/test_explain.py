@@ -1,7 +1,8 @@
-"""`kvferry explain`: how it joins what nodes tell, and the stories that a node keeps."""
+"""`kvferry explain`: how it joins what servers tell, and the spans that a server keeps."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,86 +11,100 @@ import pytest
 from kvferry.cli.errors import CommandError
 from kvferry.cli.explain import ask, tell
 from kvferry.cli.main import main
-from kvferry.connector.stats import HandoffEvent, KVConnectorStats
+from kvferry.connector.spans import MAX_EVENTS, ServerSpans, Span, SpanRecord
 from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
-from kvferry.reference.node.stories import MAX_EVENTS, MAX_STORIES, Stories
+from kvferry.reference.node.phases import Phases
+from kvferry.web.recent_spans import MAX_REQUESTS, MAX_SPANS, RecentSpans
 
 METRICS = RequestMetrics(8, 1, 0, 7, 0, 0.25, None)
+REQUEST = GenerationRequest("cmpl-x-12345678", (1, 2), kv_transfer_params={"do_remote_prefill": True})
 
 
 def _output(finish_reason: Any, error: str = "") -> RequestOutput:
     return RequestOutput("cmpl-x-12345678", (1,), "a", finish_reason, error, None, METRICS)
 
 
-def _stories(request_id: str = "cmpl-x-12345678") -> Stories:
-    stories = Stories()
-    stories.begin(GenerationRequest(request_id, (1, 2), kv_transfer_params={"do_remote_prefill": True}))
-    return stories
+def _spans_of(*outputs: RequestOutput, reason: str = "") -> dict[str, SpanRecord]:
+    """Return the spans of a node whose engine gave these outputs."""
+    kept: list[SpanRecord] = []
+    with Span("node", kept.append, "x") as node:
+        phases = Phases(REQUEST, node)
+        for output in outputs:
+            phases.observe(output)
+        phases.end("the client left")
+    assert {span.request_id for span in kept} == {"x"}
+    return {span.name: span for span in kept}
 
 
 def test_a_request_is_found_by_every_id_that_a_client_may_know() -> None:
-    stories = _stories("cmpl-a-b-12345678")
-    for wanted in ("a-b", "cmpl-a-b", "cmpl-a-b-12345678"):
-        assert [story["request_id"] for story in stories.find(wanted)] == ["cmpl-a-b-12345678"]
-    assert stories.find("b") == stories.find("a") == []
+    spans = RecentSpans()
+    spans.keep(SpanRecord("a-b", "node", 1.0, 2.0))
+    for wanted in ("a-b", "cmpl-a-b", "chatcmpl-a-b", "cmpl-a-b-12345678"):
+        assert [span.request_id for span in spans.find(wanted)] == ["a-b"]
+    assert spans.find("b") == spans.find("a") == ()
 
 
-def test_a_story_has_the_events_of_the_connector_and_the_ending() -> None:
-    stories = _stories()
-    event = HandoffEvent("cmpl-x-12345678-7", 5.0, "read ended", {"bytes": 3})
-    stories.observe_handoffs(KVConnectorStats(events=(event,)))
-    for finish_reason in (None, None, "length"):
-        stories.observe_output("cmpl-x-12345678", _output(finish_reason))
-    (story,) = stories.find("x")
-    assert story["phase"] == "decode"
-    assert [e["name"] for e in story["events"]] == ["read ended", "first token", "finished"]
-    assert story["events"][0] == {"at": 5.0, "name": "read ended", "bytes": 3}
-    assert story["ending"]["metrics"]["num_loaded_tokens"] == 7
+def test_an_answer_has_a_span_until_its_first_token_and_one_of_the_rest() -> None:
+    spans = _spans_of(*map(_output, (None, None, "length")))
+    assert list(spans) == ["load_and_first_token", "generate", "node"]
+    first, rest = spans["load_and_first_token"], spans["generate"]
+    assert first.start <= first.end == rest.start <= rest.end
+    assert (rest.attributes["loaded_tokens"], rest.attributes["finish_reason"]) == (7, "length")
+    assert spans["node"].attributes["phase"] == "decode"
 
 
-def test_stories_and_their_events_are_bounded() -> None:
-    stories = Stories()
-    for number in range(MAX_STORIES + 1):
-        stories.begin(GenerationRequest(f"cmpl-{number}-12345678", (1,)))
-    assert len(stories.latest()) == MAX_STORIES
-    assert stories.find("0") == []
-    for _ in range(MAX_EVENTS + 1):
-        stories.note("cmpl-1-12345678", "again", 0.0, {})
-    assert len(stories.find("1")[0]["events"]) == MAX_EVENTS
+def test_an_answer_that_fails_or_is_left_says_so() -> None:
+    failed = _spans_of(_output("error", "the load failed"))
+    assert failed["generate"].error == failed["node"].error == "the load failed"
+    assert _spans_of(_output(None))["generate"].attributes["finish_reason"] == "the client left"
 
 
-def test_events_of_several_nodes_are_told_in_the_order_of_their_times() -> None:
-    def story(phase: str, arrived: float, *events: tuple[float, str]) -> dict[str, Any]:
-        return {
-            "request_id": phase,
-            "phase": phase,
-            "arrived": arrived,
-            "num_prompt_tokens": 3,
-            "events": [{"at": at, "name": name} for at, name in events],
-            "ending": {},
-        }
+def test_spans_and_their_events_are_bounded_and_the_last_ones_of_a_request_are_kept() -> None:
+    spans = RecentSpans()
+    for number in range(MAX_REQUESTS + 1):
+        spans.keep(SpanRecord(f"{number}", "node", 0.0, 1.0))
+    assert len(spans.latest()) == MAX_REQUESTS
+    assert spans.find("0") == ()
+    for number in range(MAX_SPANS + 1):
+        spans.keep(SpanRecord("1", f"{number}", 0.0, 1.0))
+    kept = [span.name for span in spans.find("1")]
+    assert (len(kept), kept[-1]) == (MAX_SPANS, f"{MAX_SPANS}")
+    with Span("load", spans.keep, "2") as load:
+        for _ in range(MAX_EVENTS + 1):
+            load.note("progress")
+    assert len(spans.find("2")[-1].events) == MAX_EVENTS
 
-    def told(story: dict[str, Any]) -> dict[str, Any]:
-        return {"engine_id": "e", "stories": [story]}
 
+def test_spans_of_several_servers_are_told_in_the_order_of_their_times() -> None:
+    def told(process: str, name: str, start: float, **more: Any) -> dict[str, Any]:
+        span = SpanRecord("a/b", name, start, start + 0.2, **more)
+        return dataclasses.asdict(ServerSpans(process, "e", (span,)))
+
+    event = {"at": 1.15, "name": "claim parked", "reason": "r"}
     pages = {
         "http://r/nodes": {"nodes": [{"url": "http://d"}, {"url": "http://p/"}]},
-        "http://p/admin/requests/a%2Fb": told(story("prefill", 1.0, (1.2, "grant sent"))),
-        "http://d/admin/requests/a%2Fb": told(story("decode", 1.1, (1.3, "grant received"))),
+        "http://r/admin/requests/a%2Fb": told("router", "router", 1.0),
+        "http://p/admin/requests/a%2Fb": told("prefill", "grant", 1.1, events=(event,)),
+        "http://d/admin/requests/a%2Fb": told("decode", "claim", 1.3, error="stale", attributes={"ranks": 2}),
     }
 
     def get(url: str, timeout_s: float) -> str:
         if url in pages:
             return json.dumps(pages[url])
-        raise CommandError('HTTP status 404: {"error": {"message": "no story"}}')
+        raise CommandError('HTTP status 404: {"error": {"message": "no spans"}}')
 
-    nodes = ask("a/b", ["http://r", "http://x"], get)
-    assert [node["error"] for node in nodes] == ["", "", "no story"]
-    lines = "\n".join(tell("a/b", nodes))
-    places = [
-        lines.index(text) for text in ("0.0 ms", "100.0 ms", "200.0 ms  prefill  grant sent", "300.0 ms")
+    servers = ask("a/b", ["http://r", "http://x"], get)
+    assert [server.error for server in servers] == ["", "", "", "no spans"]
+    rows = [line.split() for line in tell("a/b", servers)]
+    table = rows[rows.index(["starts", "at", "lasts", "who", "what"]) + 1 : -2]
+    assert [[*row[:2], *(word for word in row[2:] if not set(word) <= set("=|"))] for row in table] == [
+        ["0.0", "ms", "200.0", "ms", "router", "router"],
+        ["100.0", "ms", "200.0", "ms", "prefill", "grant"],
+        ["150.0", "ms", "prefill", "claim", "parked", "reason", "r"],
+        ["300.0", "ms", "200.0", "ms", "decode", "claim", "failed:", "stale,", "ranks", "2"],
     ]
-    assert places == sorted(places)
+    bars = ["".join(word for word in row if set(word) <= set("=|")) for row in table]
+    assert bars == ["=" * 10, "=" * 10, "|", "=" * 10]
 
 
 def test_a_url_without_its_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,34 +20,19 @@ from kvferry.cli.remote import RemoteDoctor
 
 #: Clears the screen, is another way to say CSI, turns the order of letters round, and forges a line.
 ESCAPES = "\x1b[2J\x9b2J\u202e\nforged"
-STORY: dict[str, Any] = {
+SPAN: dict[str, Any] = {
     "request_id": "cmpl-a-12345678",
-    "phase": "decode",
-    "arrived": 1.0,
-    "num_prompt_tokens": 3,
-    "events": [{"at": 1.0, "name": "finished", "reason": "x"}],
-    "ending": {
-        "at": 2.0,
-        "finish_reason": "stop",
-        "error": "",
-        "metrics": {
-            "num_cached_tokens": 0,
-            "num_loaded_tokens": 3,
-            "num_output_tokens": 1,
-            "ttft_s": 0.1,
-            "transfer": {
-                "transport": "tcp",
-                "mechanism": "tcp",
-                "reason": "",
-                "error": "",
-                "num_blocks": 1,
-                "num_regions": 1,
-                "num_bytes": 5,
-                "seconds": 0.1,
-                "exposed_seconds": 0.1,
-            },
-        },
-    },
+    "name": "load",
+    "start": 1.0,
+    "end": 2.0,
+    "attributes": {"transport": "tcp", "mechanism": "tcp", "reason": "x", "bytes": 5, "seconds": 0.1},
+    "events": [{"at": 1.0, "name": "progress", "reason": "x"}],
+    "error": "",
+}
+ANSWER: dict[str, Any] = {
+    "process": "decode",
+    "engine_id": "e",
+    "spans": [SPAN, SPAN, SPAN | {"error": "x"}],
 }
 
 Serve = Callable[[Callable[[socket.socket, str], None]], int]
@@ -102,7 +87,9 @@ def assert_obeys_nothing(text: str) -> None:
 def test_explain_escapes_what_nodes_say(
     serve: Serve, capsys: pytest.CaptureFixture[str], way: list[str], status: str
 ) -> None:
-    answer = {"engine_id": "e", "stories": [in_every_string(STORY)], "error": {"message": ESCAPES}}
+    answer = in_every_string(ANSWER) | {"error": {"message": ESCAPES}}
+    for name, span in zip(("other" + ESCAPES, "load", "generate"), answer["spans"], strict=True):
+        span["name"] = name
     port = serve(
         lambda sock, asked: said(sock, json.dumps(answer), status if "/admin" in asked else "200 OK")
     )
@@ -125,7 +112,7 @@ def test_explain_escapes_what_routers_say(serve: Serve, capsys: pytest.CaptureFi
 def test_a_server_whose_nodes_are_no_list_of_urls_is_asked_itself(serve: Serve, nodes: Any) -> None:
     port = serve(lambda sock, _: said(sock, json.dumps(nodes)))
     url = f"http://127.0.0.1:{port}"
-    assert [node["url"] for node in ask("a", [url])] == [url]
+    assert [server.url for server in ask("a", [url])] == [url]
 
 
 def test_doctor_escapes_what_the_other_side_says(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,18 +140,20 @@ def test_doctor_escapes_what_the_other_side_says(serve: Serve, capsys: pytest.Ca
     assert_obeys_nothing(printed)
 
 
+def with_span(**changed: Any) -> dict[str, Any]:
+    return ANSWER | {"spans": [SPAN | changed]}
+
+
 WRONG: dict[str, Any] = {
-    "no story": {"engine_id": "e", "stories": [5]},
-    "no list": {"engine_id": "e", "stories": 5},
+    "no span": ANSWER | {"spans": [5]},
+    "no list": ANSWER | {"spans": 5},
     "a list": [],
-    "no number": {"engine_id": "e", "stories": [STORY | {"arrived": "x"}]},
-    "no events": {"engine_id": "e", "stories": [STORY | {"events": {"a": 1}}]},
-    "an event without a name": {"engine_id": "e", "stories": [STORY | {"events": [{"at": 1.0}]}]},
-    "an ending without metrics": {"engine_id": "e", "stories": [STORY | {"ending": {"error": "x"}}]},
-    "a transfer of words": {
-        "engine_id": "e",
-        "stories": [STORY | {"ending": {"metrics": {"transfer": "x"}}}],
-    },
+    "no number": with_span(start="x"),
+    "no time": with_span(end=1e300),
+    "no events": with_span(events={"a": 1}),
+    "an event without a name": with_span(events=[{"at": 1.0}]),
+    "attributes of attributes": with_span(attributes={"bytes": {"a": 1}}),
+    "a number that no float holds": with_span(attributes={"bytes": 10**400}),
 }
 
 
@@ -177,7 +166,7 @@ def test_explain_says_what_is_wrong_with_an_answer(
     port = serve(lambda sock, asked: said(sock, text if where in asked else "{}"))
     assert main(["explain", "a", f"http://127.0.0.1:{port}"]) == 1
     assert (
-        "what no reference node answers" if wrong is not None else "no JSON"
+        "what no server of kvferry answers" if wrong is not None else "no JSON"
     ) in capsys.readouterr().out or (where == "/health")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.p2p.spans import active_tracer
+from kvferry.connector.spans import active_tracer
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config, load, settle
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="OpenTelemetry's SDK is not installed")

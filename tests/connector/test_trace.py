@@ -1,51 +1,68 @@
-"""The option `trace`: what each node's stats tell about a handoff."""
+"""The option `trace`: the spans of a handoff among each node's stats."""
 
 from __future__ import annotations
 
 import json
 
+from kvferry.connector.spans import SpanRecord
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config, load, settle
 
-
-def _names(stats: KVConnectorStats, request_id: str) -> list[str]:
-    return [event.name for event in stats.events if event.request_id == request_id]
+TRACED = engine_config("inproc", kv_connector_extra_config={"trace": True})
 
 
-def test_both_sides_of_a_handoff_are_told_in_their_order() -> None:
-    config = engine_config("inproc", kv_connector_extra_config={"trace": True})
+def _by_name(stats: KVConnectorStats) -> dict[str, SpanRecord]:
+    spans = {span.name: span for span in stats.spans}
+    assert len(spans) == len(stats.spans)
+    return spans
+
+
+def _events(span: SpanRecord) -> list[str]:
+    return [str(event["name"]) for event in span.events]
+
+
+def test_both_sides_of_a_handoff_tell_what_they_did() -> None:
     shape = CacheShape()
-    with ModelFreeNode(config, shape) as producer, ModelFreeNode(config, shape) as consumer:
+    with ModelFreeNode(TRACED, shape) as producer, ModelFreeNode(TRACED, shape) as consumer:
         _, params = producer.prefill("p", 18)
         producer.step()  # it orders the offer; a claim that came earlier would be parked
         load(consumer, producer, Request("d", 18, params))
         settle(producer)
-        ours, theirs = producer.stats, consumer.stats
-    assert _names(ours, "p") == [
-        "offer announced",
-        "offer made",
-        "claim received",
-        "grant sent",
-        "release received",
-        "offer delivered",
-    ]
-    assert [name for name in _names(theirs, "d") if name != "blocks allocated"] == [
-        "claim ordered",
-        "claim sent",
-        "grant received",
-        "read started",
-        "read ended",
-        "release sent",
-        "load loaded",
-    ]
-    (read,) = (event for event in theirs.events if event.name == "read ended")
-    assert read.details["guard"] == "held"
-    assert read.details["mechanism"] == "memory"
-    assert KVConnectorStats.from_dict(json.loads(json.dumps(theirs.to_dict()))) == theirs
+        ours, theirs = _by_name(producer.stats), _by_name(consumer.stats)
+        told = consumer.stats
+    assert {name: span.request_id for name, span in ours.items()} == {"offer": "p", "grant": "p"}
+    assert _events(ours["offer"]) == ["release"]
+    assert ours["offer"].attributes["outcome"] == "delivered"
+    assert ours["grant"].attributes["outcome"] == "granted"
+    assert {name: span.request_id for name, span in theirs.items()} == dict.fromkeys(
+        ("claim", "read", "load"), "d"
+    )
+    claim, read, loaded = theirs["claim"], theirs["read"], theirs["load"]
+    assert _events(claim) == ["claim sent"]
+    assert (claim.attributes["producer_request"], claim.attributes["outcome"]) == ("p", "granted")
+    assert (read.attributes["guard"], read.attributes["mechanism"]) == ("held", "memory")
+    assert _events(loaded) == ["release"]
+    (record,) = told.transfers
+    figures = {"bytes": record.num_bytes, "blocks": record.num_blocks, "regions": record.num_regions}
+    assert {name: loaded.attributes[name] for name in figures} == figures
+    assert loaded.attributes["rounds"] == 1
+    assert claim.start <= claim.end <= read.start <= read.end <= loaded.end
+    assert not any(span.error for span in (*ours.values(), *theirs.values()))
+    assert KVConnectorStats.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+
+
+def test_a_load_that_fails_says_why() -> None:
+    shape = CacheShape()
+    with ModelFreeNode(TRACED, shape) as producer, ModelFreeNode(TRACED, shape) as consumer:
+        _, params = producer.prefill("p", 18)
+        load(consumer, producer, Request("d", 18, {**params, "remote_epoch": "1"}))
+        failed = _by_name(consumer.stats)["load"]
+    assert failed.attributes["outcome"] == "failed"
+    assert "restarted" in failed.error
 
 
 def test_without_the_option_nothing_is_kept() -> None:
     shape = CacheShape()
     with ModelFreeNode(engine_config("inproc"), shape) as producer:
         producer.prefill("p", 18)
-        assert producer.stats.events == ()
+        assert producer.stats.spans == ()

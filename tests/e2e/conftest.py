@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,12 +133,13 @@ def tiny_single(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterato
         yield Client(node)
 
 
-def launch_fleet(launcher: Launcher, single: Client, *arguments: str) -> Fleet:
-    """Start a pair with the same options and a router, and wait until all are ready."""
+def launch_fleet(launcher: Launcher, single: Client, *arguments: str, for_all: Sequence[str] = ()) -> Fleet:
+    """Start a pair with the same options and a router, and wait until all are ready. The router gets only the last arguments."""
+    arguments = (*arguments, *for_all)
     nodes = [launcher.start_node(role, role, *arguments, *LEASE) for role in ("prefill", "decode")]
     prefill, decode = nodes
     launcher.wait_listening(nodes, START_TIMEOUT_S)
-    router = launcher.start_router("router", [prefill], [decode])
+    router = launcher.start_router("router", [prefill], [decode], *for_all)
     launcher.wait_ready([*nodes, router], START_TIMEOUT_S)
     return Fleet(Client(prefill), Client(decode), Client(router), single)
 
@@ -163,7 +164,7 @@ def tiny_fleet(
     """The tiny model in the uniform layout, with admin endpoints."""
     admin = ("--admin-port", "0", "--admin-api-key-file", str(admin_key_file))
     with Launcher(spawn) as launcher:
-        yield launch_fleet(launcher, tiny_single, *tiny_arguments, *admin)
+        yield launch_fleet(launcher, tiny_single, *tiny_arguments, for_all=admin)
 
 
 @pytest.fixture(scope="module")

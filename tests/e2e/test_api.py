@@ -247,29 +247,30 @@ def test_a_header_says_how_the_load_ended(tiny_fleet: Any) -> None:
 # -- the command kvferry, asked about these nodes -----------------------------------------------------
 
 
-def test_one_request_is_explained_on_both_nodes(
+def test_one_request_is_explained_on_the_router_and_both_nodes(
     tiny_fleet: Any, admin_key_file: Path, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     router = tiny_fleet.router.process.url
     answer = tiny_fleet.router.complete("Why did this one take so long? " * 4, max_tokens=2)
     key = ("--admin-api-key-file", str(admin_key_file))
-    assert main(["explain", answer.body["id"], router, *key, "--json"]) == 0
-    nodes = json.loads(capsys.readouterr().out)["nodes"]
-    (prefill,), (decode,) = (node["stories"] for node in nodes)
-    assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
-    assert decode["ending"]["metrics"]["transfer"]["transport"] == transport
-    names = [event["name"] for event in decode["events"]]
-    wanted = [
-        "claim sent",
-        "grant received",
-        "read started",
-        "read ended",
-        "load loaded",
-        "first token",
-        "finished",
-    ]
-    # In a rendezvous there may be several reads, one per round.
-    assert list(dict.fromkeys(name for name in names if name in wanted)) == wanted
+    servers: list[dict[str, Any]] = []
+
+    def have_all_ended() -> bool:
+        """A span ends after the last byte of its answer, and an offer after the message that releases it."""
+        assert main(["explain", answer.body["id"], router, *key, "--json"]) == 0
+        servers[:] = json.loads(capsys.readouterr().out)["servers"]
+        names = {span["name"] for server in servers for span in server["spans"]}
+        return names >= {"router", "node", "offer"} and all(server["spans"] for server in servers)
+
+    wait_until(have_all_ended)
+    assert [server["process"] for server in servers] == ["router", "prefill", "decode"]
+    ours, prefill, decode = ({span["name"]: span for span in server["spans"]} for server in servers)
+    assert set(ours) == {"router", "queue", "prefill_call", "decode_call"}
+    assert set(prefill) == {"node", "prefill", "generate", "offer", "grant"}
+    assert set(decode) == {"node", "claim", "load", "read", "load_and_first_token", "generate"}
+    assert decode["load"]["attributes"]["transport"] == transport
+    assert decode["claim"]["end"] <= decode["load"]["end"] <= decode["load_and_first_token"]["end"]
+    assert not any(span["error"] for spans in (ours, prefill, decode) for span in spans.values())
     assert main(["explain", answer.body["id"], router, *key]) == 0
     text = capsys.readouterr().out
     assert f"loaded by {transport}: " in text
@@ -282,4 +283,4 @@ def test_a_request_that_no_node_knows_ends_with_status_1(
 ) -> None:
     key = ("--admin-api-key-file", str(admin_key_file))
     assert main(["explain", "no-such-request", tiny_fleet.decode.process.url, *key]) == 1
-    assert "no story of request 'no-such-request'" in capsys.readouterr().out
+    assert "no spans of request 'no-such-request'" in capsys.readouterr().out

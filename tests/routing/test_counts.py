@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, make_mocked_request
 
+from kvferry.connector.spans import SpanRecord
 from kvferry.web.errors import note_answered
 from kvferry.web.tracing import observed
 from tests.support.fake_nodes import routed
@@ -256,9 +257,11 @@ async def test_an_answer_that_was_noted_is_logged_as_answered_although_its_handl
     async def leave(request: web.Request) -> web.StreamResponse:
         raise asyncio.CancelledError
 
+    kept: list[SpanRecord] = []
     for handler in (answer, leave):
         with pytest.raises(asyncio.CancelledError):
-            await observed("x")(make_mocked_request("POST", "/p"), handler)
+            await observed("x", kept.append)(make_mocked_request("POST", "/p"), handler)
     answered, left = logged(caplog)
     assert answered == "answered /p with 200"
     assert left.startswith("the client of /p disconnected")
+    assert [[event["name"] for event in span.events] for span in kept] == [[], ["the client disconnected"]]

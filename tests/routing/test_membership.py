@@ -79,6 +79,11 @@ class Fleet:
         async with self._admin.request(method, "/admin/nodes", **what) as response:
             return response.status, await response.json()
 
+    async def told(self, path: str) -> Any:
+        async with self._admin.get(f"/admin/requests{path}") as response:
+            assert response.status == 200
+            return await response.json()
+
     async def add(self, role: str, url: str) -> None:
         status, _ = await self.call("POST", json={"role": role, "url": url})
         assert status == 201
@@ -407,3 +412,24 @@ async def test_a_node_that_only_refuses_is_not_ejected_and_an_ejected_one_is_the
     other.note(Health(NodeState.GONE, "no more"))
     async with pool.use_one({}) as node:
         assert node is ejected
+
+
+async def test_a_router_tells_what_it_did_for_a_request_and_why_that_failed() -> None:
+    class Broken(Node):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            return web.json_response({"why": "no room"}, status=503)
+
+    async with serving(quick()) as prefill, serving(Broken()) as decode, fleet() as made:
+        await made.add("prefill", prefill)
+        await made.add("decode", decode)
+        status, _ = await made.ask()
+        assert status >= 500
+        (request_id,) = (await made.told(""))["requests"]
+        told = await made.told(f"/cmpl-{request_id}")
+    assert told["process"] == "router"
+    spans = {span["name"]: span for span in told["spans"]}
+    assert spans["decode_call"]["attributes"]["node"] == decode
+    assert spans["router"]["error"] == f"HTTP status {status}"
+    events = {event["name"]: event.get("reason", "") for event in spans["router"]["events"]}
+    assert "no room" in events["decode lost"]
+    assert events["failed"]

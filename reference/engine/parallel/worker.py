@@ -20,7 +20,7 @@ import torch.distributed
 
 from ....connector.base import KVConnectorHandshakeMetadata
 from ....connector.config import ParallelConfig
-from ....connector.p2p.spans import send_spans
+from ....connector.spans import send_spans
 from ....runner_mixin import state
 from ....web.log_lines import LineFormatter
 from ..attention import IMPLEMENTATION
