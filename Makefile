@@ -188,7 +188,7 @@ vllm-versions: ## run that part on every released vLLM, each in a venv of its ow
 
 .PHONY: demo-vllm
 demo-vllm: $(VLLM_READY) ## let one vLLM compute prompts and another answer them
-	$(VLLM_BIN)/python examples/vllm_pair $(DEMO_ARGS)
+	$(VLLM_BIN)/python examples/disagg_pair.py --engine vllm --connector $(CONNECTOR) $(DEMO_ARGS)
 
 .PHONY: check
 check: $(READY) ## check style, types and layers

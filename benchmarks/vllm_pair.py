@@ -42,13 +42,16 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from yarl import URL
+
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, free_port
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 
 BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
@@ -58,18 +61,12 @@ SETTLE_S = 0.3
 START_TIMEOUT_S = 900.0
 #: The first pair's nodes without the router: the decode node, and the prefill node.
 ONE_NODE, PREFILL_ALONE = "one node", "the prefill node alone"
+#: Beside that of `start_vllm`.
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",  # for vLLM's own processes; in a namespace it would find no address
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise some first request waits for a compilation
-    "HF_HUB_OFFLINE": "1",
     # The engine computes in its own process, as on one GPU. By default vLLM for the CPU adds a process for the model, and each
     # of the two spins while it waits for the other: four busy threads per pair, on as many cores as there are.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",  # with more, threads that spin for each other on shared cores would measure the scheduler
 }
 
 #: What a system's name can have after `+` → the router's option, which is `auto` or `off`. All others are off.
@@ -124,80 +121,13 @@ class Sample:
 # -- processes ---------------------------------------------------------------------------------------
 
 
-class Server:
-    """An HTTP server in its own process, with the processes that it starts."""
-
-    def __init__(self, name: str, url: str, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.name = name
-        self.url = url
-        self._process = process
-        self._log = log
-
-    @classmethod
-    async def start(
-        cls,
-        name: str,
-        command: Sequence[str],
-        url: str,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-    ) -> Server:
-        """Start a server. Returns at once."""
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={**ENVIRONMENT, **os.environ, **(environment or {})},
-            )
-        return cls(name, url, process, log)
-
-    async def wait_ready(self, path: str, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until `path` is answered with 200. End the program if that does not happen."""
-        deadline = time.monotonic() + timeout_s
-        async with aiohttp.ClientSession() as session:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-                    async with session.get(self.url + path, timeout=aiohttp.ClientTimeout(5)) as answer:
-                        if answer.status == 200:
-                            return
-                if self._process.returncode is not None or time.monotonic() > deadline:
-                    sys.exit(f"{self.name} did not start: its log ends with:\n{self.log_tail}")
-                await asyncio.sleep(0.1)
-
-    @property
-    def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:]
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to each of its processes."""
-        for process in self._processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-
-    def free(self) -> None:
-        """Let every thread run on every core, because NixlConnector pins all its engines to the same core."""
-        for process in self._processes():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for task in Path(f"/proc/{process}/task").iterdir():
+def free(launched: LaunchedProcess) -> None:
+    """Let every thread run on every core, because NixlConnector pins all its engines to the same core."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(entry.name)) == launched.pid:
+                for task in (entry / "task").iterdir():
                     os.sched_setaffinity(int(task.name), range(os.cpu_count() or 1))
-
-    async def close(self) -> None:
-        self.signal(signal.SIGKILL)
-        await self._process.wait()
-
-    def _processes(self) -> list[int]:
-        """Return the ids of the processes in its session."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if int(fields[3]) == self._process.pid:
-                        found.append(int(entry.name))
-        return found
 
 
 @dataclass(frozen=True)
@@ -212,27 +142,38 @@ class System:
 
     name: str
     url: str
-    nodes: tuple[Server, ...]
-    router: Server | None
+    nodes: tuple[LaunchedProcess, ...]
+    router: LaunchedProcess | None
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
         """Let its processes run inside the block, and stop them after it."""
         servers = [*self.nodes, *([] if self.router is None else [self.router])]
         for server in servers:
-            server.signal(signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         await asyncio.sleep(SETTLE_S)
         # A health check that was under way when the router was stopped may have failed. It then takes one request until the
         # router knows again where the prefill node can be met.
         if self.router is not None:
-            await self.router.wait_ready("/ready", 60)
             async with aiohttp.ClientSession() as session:
+                deadline = time.monotonic() + 60.0
+                while not await is_ready(session, self.router):
+                    if time.monotonic() > deadline:
+                        sys.exit(
+                            f"{self.name} did not get ready again: its log ends with:\n{self.router.log_tail}"
+                        )
+                    await asyncio.sleep(0.1)
                 await ask(session, self.url, random.choices(range(3, VOCABULARY), k=BLOCK_SIZE), 2)
         try:
             yield
         finally:
             for server in servers:
-                server.signal(signal.SIGSTOP)
+                server.send_signal(signal.SIGSTOP)
+
+
+async def is_ready(session: aiohttp.ClientSession, router: LaunchedProcess) -> bool:
+    async with session.get(f"{router.url}/ready", timeout=aiohttp.ClientTimeout(60.0)) as answer:
+        return answer.status == 200
 
 
 # -- links -------------------------------------------------------------------------------------------
@@ -322,12 +263,7 @@ def transfer_of(transport: str, host: Host) -> dict[str, Any]:
         # The link leads nowhere else. What TLS costs is measured by benchmarks/transports.py.
         options |= {"zeromq": {"curve": "off"}, "tcp": {"tls": "off"}}.get(transport, {})
         options["allow_plaintext"] = True
-    return {
-        "kv_connector": "KvferryConnector",
-        "kv_connector_module_path": "kvferry.connector.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"transport": transport, "transport_options": options},
-    }
+    return {**KVFERRY, "kv_connector_extra_config": {"transport": transport, "transport_options": options}}
 
 
 def available(names: Sequence[str], rate: str, router_help: str) -> list[str]:
@@ -360,17 +296,12 @@ def router_options(modes: Sequence[str], router_help: str) -> list[str]:
     return [word for mode, option in known.items() for word in (option, "auto" if mode in modes else "off")]
 
 
-def node_command(
-    arguments: argparse.Namespace, model: Path, transport: str, host: Host, port: int
-) -> list[str]:
-    """Return the command of one of vLLM's servers, with a pool a little larger than what is measured needs."""
+def node_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Return arguments of one of vLLM's servers, with a pool a little larger than what is measured needs."""
     shapes = sizes(arguments)
     num_blocks = max(-(-(shape.num_tokens + 64) // BLOCK_SIZE) * shape.concurrency for shape in shapes)
     concurrency = max(shape.concurrency for shape in shapes)
-    # vllm-cpu's command looks for a distribution named vllm, so start the server by its module.
     return [
-        *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", "model", "--host", host.http_host, "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
         *("--max-model-len", str(max(shape.num_tokens for shape in shapes) + 64)),
         *("--max-num-batched-tokens", str(arguments.chunk_tokens), "--max-num-seqs", str(concurrency)),
@@ -381,7 +312,6 @@ def node_command(
             "--distributed-executor-backend",
             "uni",
         ),
-        *("--kv-transfer-config", json.dumps(transfer_of(transport, host))),
     ]
 
 
@@ -438,68 +368,67 @@ def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
     return Path(arguments.model)
 
 
-@asynccontextmanager
-async def running(
+@contextmanager
+def running(
     arguments: argparse.Namespace, folder: Path, model: Path, traces_port: int
-) -> AsyncIterator[list[System]]:
+) -> Iterator[list[System]]:
     """Start every system, two servers at a time. Systems that differ in the router's options share their nodes.
 
     Args:
         traces_port: The port of this program that takes spans. 0: none.
     """
-    router_help = await asyncio.to_thread(
-        subprocess.check_output, [sys.executable, "-m", "kvferry", "router", "--help"], text=True
-    )
+    router_help = subprocess.check_output([sys.executable, "-m", "kvferry", "router", "--help"], text=True)
     names = available(arguments.systems, arguments.link, router_help)
-    ports = iter(random.sample(range(20000, 32000), 100))
     systems: list[System] = []
-    async with AsyncExitStack() as stack:
-        where = stack.enter_context(hosts(arguments.link))
+
+    def traced(home_host: str) -> list[str]:
+        endpoint = f"http://{home_host}:{traces_port}/v1/traces"
+        return ["--otlp-traces-endpoint", endpoint] if traces_port else []
+
+    with hosts(arguments.link) as where, Launcher(logs=folder) as launcher:
         for transport in dict.fromkeys(name.partition("+")[0] for name in names):
-            nodes = []
-            for role, host in zip(("prefill", "decode"), where, strict=True):
-                port = next(ports)
-                environment = {
-                    **host.environment,
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports)),
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": host.link_host or "127.0.0.1",
-                    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-                    "OTEL_BSP_SCHEDULE_DELAY": "200",
-                }
-                command = node_command(arguments, model, transport, host, port)
-                if traces_port:
-                    command += ["--otlp-traces-endpoint", f"http://{host.home_host}:{traces_port}/v1/traces"]
-                name = f"{transport} {role}"
-                url = f"http://{host.http_host}:{port}"
-                nodes.append(await Server.start(name, command, url, folder / f"{name}.log", environment))
-                stack.push_async_callback(nodes[-1].close)
+            nodes = [
+                start_vllm(
+                    launcher,
+                    f"{transport} {role}",
+                    str(model),
+                    [*node_arguments(arguments), *traced(host.home_host)],
+                    transfer_of(transport, host),
+                    host=host.http_host,
+                    prefix=host.prefix,
+                    environment={
+                        **ENVIRONMENT,
+                        **host.environment,
+                        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                        "VLLM_NIXL_SIDE_CHANNEL_HOST": host.link_host or "127.0.0.1",
+                        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+                    },
+                )
+                for role, host in zip(("prefill", "decode"), where, strict=True)
+            ]
+            launcher.wait_ready(nodes, START_TIMEOUT_S)
             for node in nodes:
-                await node.wait_ready("/health")
-                node.free()
+                free(node)
             print(f"{transport}: both nodes run", flush=True)
-            pair = (nodes[0], nodes[1])
             if not systems:
                 alone = zip((ONE_NODE, PREFILL_ALONE), reversed(nodes), strict=True)
                 systems += [System(name, node.url, (node,), None) for name, node in alone]
             for name in names:
                 if name.partition("+")[0] != transport:
                     continue
-                port = next(ports)
-                command = [sys.executable, "-m", "kvferry", "router", "--port", str(port)]
-                command += ["--prefill", nodes[0].url, "--decode", nodes[1].url, "--log-level", "warning"]
-                command += router_options(name.split("+")[1:], router_help)
-                if traces_port:
-                    command += ["--otlp-traces-endpoint", f"http://127.0.0.1:{traces_port}/v1/traces"]
-                url, log = f"http://127.0.0.1:{port}", folder / f"{name} router.log"
-                router = await Server.start(
-                    f"{name} router", command, url, log, {"OTEL_BSP_SCHEDULE_DELAY": "200"}
+                options = router_options(name.split("+")[1:], router_help)
+                urls = ("--prefill", nodes[0].url, "--decode", nodes[1].url)
+                router = launcher.start(
+                    f"{name} router",
+                    *("router", "--port", "0", *urls, "--log-level", "warning"),
+                    *(*options, *traced("127.0.0.1")),
                 )
-                stack.push_async_callback(router.close)
-                await router.wait_ready("/ready")
-                router.signal(signal.SIGSTOP)
-                systems.append(System(name if transport in NIXL else f"kvferry {name}", url, pair, router))
+                router.wait_ready(START_TIMEOUT_S)
+                router.send_signal(signal.SIGSTOP)
+                name = name if transport in NIXL else f"kvferry {name}"
+                systems.append(System(name, router.url, tuple(nodes), router))
             for node in nodes:
-                node.signal(signal.SIGSTOP)
+                node.send_signal(signal.SIGSTOP)
         yield systems
 
 
@@ -926,11 +855,8 @@ def _breakdown(rows: Sequence[Mapping[str, Any]]) -> str:
 # -- the program -------------------------------------------------------------------------------------
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run what was asked for. Returns the rows of each table."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     model = model_of(arguments, folder)
     rows: dict[str, Any] = {}
     with ExitStack() as resources:
@@ -941,14 +867,14 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
 
             collector = resources.enter_context(collecting("0.0.0.0" if arguments.link else "127.0.0.1"))
             spans, traces_port = collector.spans, URL(collector.url).port or 0
-        async with running(arguments, folder, model, traces_port) as systems:
-            others = [system for system in systems if system.name != PREFILL_ALONE]
-            if "prompts" in arguments.measure:
-                rows["prompts"] = await prompts_table(arguments, systems)
-            if "load" in arguments.measure:
-                rows["load"] = await load_table(arguments, others, model, folder)
-            if "breakdown" in arguments.measure:
-                rows["breakdown"] = await breakdown_table(arguments, others, spans)
+        systems = resources.enter_context(running(arguments, folder, model, traces_port))
+        others = [system for system in systems if system.name != PREFILL_ALONE]
+        if "prompts" in arguments.measure:
+            rows["prompts"] = asyncio.run(prompts_table(arguments, systems))
+        if "load" in arguments.measure:
+            rows["load"] = asyncio.run(load_table(arguments, others, model, folder))
+        if "breakdown" in arguments.measure:
+            rows["breakdown"] = asyncio.run(breakdown_table(arguments, others, spans))
     return rows
 
 
@@ -1059,7 +985,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = asyncio.run(measure(arguments, folder))
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        os.environ.setdefault(
+            "OTEL_BSP_SCHEDULE_DELAY", "200"
+        )  # milliseconds until nodes and routers send a span
+        try:
+            rows = measure(arguments, folder)
+        except LaunchError as error:
+            sys.exit(str(error))
     print(f"\nload average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")

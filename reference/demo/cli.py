@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL
-from ..node.options import DEFAULT_CONNECTOR, add_option, words_of
+from ..node.options import DEFAULT_CONNECTOR, add_option, connector_options, words_of
 from .display import say
 from .report import Way
+from .vllm_server import ARGUMENTS, KVFERRY
 
 #: Enough for a few prompts, and quick to allocate.
 DEFAULT_NUM_BLOCKS = 512
@@ -51,6 +53,8 @@ PLAIN_TEMPLATE = "{prompt}"
 #: What stands in front of the pair: our router, or vllm-router, the router of the vLLM project.
 ROUTERS = ("kvferry", "vllm-router")
 
+#: What the nodes are: our own engine, or `vllm serve` with kvferry as its connector.
+ENGINES = ("reference", "vllm")
 #: Options about the connector, passed to the prefill node and the decode node.
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
 #: Options passed to every node.
@@ -58,6 +62,8 @@ NODE_OPTIONS = (
     *("model", "layout", "page-order", "block-size", "num-blocks", "max-num-batched-tokens"),
     *("dtype", "device", "threads"),
 )
+#: Options of every node that `vllm serve` has as well, and that the demo passes on to it.
+VLLM_OPTIONS = ("max-num-batched-tokens",)
 #: Options that one node of the pair can have for itself.
 OWN_OPTIONS = (
     *("tensor-parallel-size", "pipeline-parallel-size"),
@@ -72,6 +78,7 @@ class DemoOptions:
     Attributes:
         prompts: At least one, as a person reads it.
         prompt_template: What is sent for a prompt: this text with the prompt instead of `{prompt}`.
+        engine: What the nodes are, one of `ENGINES`.
         ways: How the pair is asked, one way after the other.
         router: What stands in front of the pair, one of `ROUTERS`.
         layout: Layout of the decode node's cache.
@@ -86,6 +93,7 @@ class DemoOptions:
 
     prompts: tuple[str, ...]
     prompt_template: str
+    engine: str
     ways: tuple[Way, ...]
     max_tokens: int
     router: str
@@ -134,28 +142,33 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         raise StartupError("--max-tokens and --concurrency must be at least 1")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise StartupError(f"cannot write --json {str(options.json)!r}: its folder does not exist")
+    if is_vllm := options.engine == "vllm":
+        _require_options_of_vllm(options)
     # A user's own prompt is continued as it is, and asked once unless the user wants otherwise.
     is_default = not options.prompt and options.prompt_file is None
     is_chat = is_default and options.model == DEFAULT_MODEL
     return DemoOptions(
         prompts=_prompts(options),
         prompt_template=CHAT_TEMPLATE if is_chat else PLAIN_TEMPLATE,
+        engine=options.engine,
         ways=_ways(is_default, options.router),
         max_tokens=options.max_tokens,
         router=options.router,
         connector=options.connector,
-        layout=options.decode_layout or options.layout,
+        layout="vLLM's" if is_vllm else options.decode_layout or options.layout,
         model=options.model,
         json_path=options.json,
         keep=options.keep,
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
-        pair_arguments=words_of(options, PAIR_OPTIONS),
+        pair_arguments=_transfer_of_vllm(options) if is_vllm else words_of(options, PAIR_OPTIONS),
         own_arguments=(
             words_of(options, OWN_OPTIONS, prefix="prefill-"),
             words_of(options, OWN_OPTIONS, prefix="decode-"),
         ),
-        node_arguments=words_of(options, NODE_OPTIONS),
+        node_arguments=(*ARGUMENTS, *words_of(options, VLLM_OPTIONS))
+        if is_vllm
+        else words_of(options, NODE_OPTIONS),
         dtype=options.dtype,
         device=options.device,
     )
@@ -201,6 +214,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
     parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="engine of the nodes; vllm: run this with the Python of vLLM's environment (default: %(default)s)",
+    )
+    parser.add_argument(
         "--router",
         choices=ROUTERS,
         default=ROUTERS[0],
@@ -226,10 +245,42 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--start-timeout-s",
         type=float,
-        default=300.0,
+        default=600.0,
         metavar="S",
         help="seconds that the nodes have to get ready (default: %(default)g)",
     )
+
+
+def _require_options_of_vllm(options: argparse.Namespace) -> None:
+    """Refuse what the demo cannot do with vLLM.
+
+    Raises:
+        StartupError: an option is not at its default, and belongs to the reference engine.
+    """
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    others = {
+        *NODE_OPTIONS,
+        *(f"{role}-{name}" for role, name in product(("prefill", "decode"), OWN_OPTIONS)),
+    }
+    # vLLM's answers have no figures of loads. The demo reads them from the node's metrics, for one request at a time.
+    for name in sorted(others - {"model", *VLLM_OPTIONS}) + ["connector-module", "concurrency"]:
+        attribute = name.replace("-", "_")
+        if getattr(options, attribute) != parser.get_default(attribute):
+            raise StartupError(f"cannot use --{name} with --engine vllm; leave it out")
+
+
+def _transfer_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the arguments by which a node of vLLM has kvferry as its connector."""
+    transfer = {
+        **KVFERRY,
+        "kv_load_failure_policy": options.load_failure_policy or "recompute",
+        "kv_connector_extra_config": {
+            "transport": options.connector,
+            **connector_options(options.connector_option),
+        },
+    }
+    return ("--kv-transfer-config", json.dumps(transfer))
 
 
 def _ways(is_default: bool, router: str) -> tuple[Way, ...]:

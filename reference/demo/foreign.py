@@ -1,15 +1,15 @@
-"""Run a server that is not ours under a launcher, so that the launcher can treat it as one of our nodes.
+"""Run a server that is not ours, so that a launcher can treat it as one of our nodes: see `Launcher.start_server`.
 
-Such a server can neither choose a port and report it, nor end with the process that started it. The program that calls
-`run_server` does both for it.
+    python foreign.py SETTINGS --launcher-fd N
+
+Such a server can neither report that it is ready, nor end with the process that started it. This program does both for
+it. The launcher runs it by its path, so it imports nothing of ours.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import selectors
 import signal
 import socket
@@ -17,54 +17,35 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
 
-from .launcher import LaunchError
-
-#: Below the ports that Linux gives to outgoing connections.
-PORTS = range(20000, 32000)
 POLL_S = 0.25
 #: Seconds that the server has to end after SIGTERM.
 STOP_S = 15.0
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 on which nothing listens.
-
-    The server binds it later. So the port is from a range that the kernel does not use for other sockets meanwhile.
-
-    Raises:
-        LaunchError: no port is free.
-    """
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise LaunchError(f"none of the ports from {PORTS[0]} to {PORTS[-1]} is free; stop some servers")
-
-
-def run_server(
-    command: Sequence[str], launcher_fd: int, port: int, ready_path: str, environment: Mapping[str, str]
-) -> int:
-    """Run a server until it ends, or until its launcher or a signal ends it.
-
-    Args:
-        launcher_fd: The descriptor of the link to the launcher (see `web.launcher_link`).
-        port: The port of 127.0.0.1 that the server will listen on.
-        ready_path: The server is ready as soon as it answers this path with 200.
-        environment: Variables for the server. The user's own environment overrides them.
+def main() -> int:
+    """Run the server until it ends, or until its launcher or a signal ends it.
 
     Returns:
         The server's exit status; 0 if the launcher has ended.
     """
+    settings, launcher_fd = json.loads(sys.argv[1]), int(sys.argv[sys.argv.index("--launcher-fd") + 1])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    server = subprocess.Popen(command, env={**environment, **os.environ})
+    if settings["cpus"]:
+        os.sched_setaffinity(0, settings["cpus"])  # the server inherits it
+    server = subprocess.Popen(settings["command"], env={**os.environ, **settings["environment"]})
     with socket.socket(fileno=launcher_fd) as launcher:
         try:
-            launcher.send(json.dumps({"listening": port}).encode() + b"\n")
-            return _watch(server, launcher, f"http://127.0.0.1:{port}{ready_path}")
+            _report(launcher, listening=settings["port"], host=settings["host"])
+            return _watch(
+                server, launcher, f"http://{settings['host']}:{settings['port']}{settings['ready_path']}"
+            )
         finally:
             _stop(server)
+
+
+def _report(launcher: socket.socket, **facts: object) -> None:
+    launcher.send(json.dumps(facts).encode() + b"\n")
 
 
 def _watch(server: subprocess.Popen[bytes], launcher: socket.socket, ready_url: str) -> int:
@@ -76,7 +57,7 @@ def _watch(server: subprocess.Popen[bytes], launcher: socket.socket, ready_url: 
                 return 0  # the launcher has ended
             if not is_ready and _answers(ready_url):
                 is_ready = True
-                launcher.send(json.dumps({"ready": True}).encode() + b"\n")
+                _report(launcher, ready=True)
     return status
 
 
@@ -95,3 +76,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

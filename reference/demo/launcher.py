@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import selectors
 import signal
 import socket
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, Protocol, Self
 
@@ -26,6 +28,9 @@ STOP_GRACE_S = 5.0
 LOG_TAIL_BYTES = 4000
 #: Lines of a log in a message.
 LAST_LINES = 15
+#: For servers that cannot choose a port and report it. Below the ports that Linux gives to outgoing connections, so that no
+#: other socket takes such a port before the server does.
+PORTS = range(20000, 32000)
 
 Watcher = Callable[["LaunchedProcess", float], None]
 
@@ -65,22 +70,39 @@ def run_program(program: str, arguments: Sequence[str], log: int, link: int) -> 
     )
 
 
+def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nothing listens.
+
+    Raises:
+        LaunchError: no port is free.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError(f"none of the ports from {PORTS[0]} to {PORTS[-1]} is free; stop some servers")
+
+
 class LaunchedProcess:
     """A process that a launcher started.
 
     Attributes:
         name: Its name in messages.
+        host: The address it listens on.
         port: The port it listens on; 0 until it has reported it.
         is_ready: Whether it serves requests.
     """
 
-    def __init__(self, name: str, program: str, arguments: Sequence[str], spawn: Spawn) -> None:
+    def __init__(
+        self, name: str, program: str, arguments: Sequence[str], spawn: Spawn, log: Path | None = None
+    ) -> None:
         self.name = name
+        self.host = "127.0.0.1"
         self.port = 0
         self.is_ready = False
         self._failure = ""
         self._unread = b""
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._log: IO[bytes] = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._link, theirs = socket.socketpair()
         with theirs:
             self._process = spawn(program, arguments, self._log.fileno(), theirs.fileno())
@@ -88,7 +110,7 @@ class LaunchedProcess:
     @property
     def url(self) -> str:
         """The base URL of its HTTP server."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -142,6 +164,7 @@ class LaunchedProcess:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             facts: dict[str, Any] = json.loads(line)
+            self.host = facts.get("host", self.host)
             self.port = facts.get("listening", self.port)
             self.is_ready = facts.get("ready", self.is_ready)
             self._failure = facts.get("failed", self._failure)
@@ -160,6 +183,10 @@ class LaunchedProcess:
         """Send a signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it serves requests; see `Launcher.wait_ready`."""
+        _wait([self], lambda process: process.is_ready, "ready", timeout_s, _ignore)
 
     def wait(self, timeout_s: float) -> int:
         """Wait until it ends; return its exit status.
@@ -182,15 +209,29 @@ class LaunchedProcess:
         self.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    def ask_to_end(self) -> None:
+        """Hang up and send SIGTERM."""
+        # Closing the link stops a process at once; after SIGTERM alone it would finish its answers first. But a
+        # process that is still importing does not watch the link yet, so it needs the signal.
+        self.hang_up()
+        self.terminate()
+        self.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only after this
+
+    def stop(self) -> None:
+        """Ask it to end, and kill it if it is too slow. Its log can still be read."""
+        self.ask_to_end()
+        self._wait_or_kill(time.monotonic() + STOP_GRACE_S)
+
     def close(self, deadline: float) -> None:
         """Wait until it ends; kill it at `deadline` (`time.monotonic`). Release its log and link."""
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        self.kill()
+        self._wait_or_kill(deadline)
         self._link.close()
         self._log.close()
+
+    def _wait_or_kill(self, deadline: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
 
 
 class Launcher:
@@ -198,17 +239,20 @@ class Launcher:
 
     Args:
         spawn: Starts a process.
+        logs: The folder for the processes' logs, which remain; None keeps no logs.
     """
 
-    def __init__(self, spawn: Spawn = run_program) -> None:
+    def __init__(self, spawn: Spawn = run_program, logs: Path | None = None) -> None:
         self._spawn = spawn
+        self._logs = logs
         self._processes: list[LaunchedProcess] = []
 
     def start(self, name: str, program: str, *arguments: str) -> LaunchedProcess:
         """Start a command of kvferry, or a script. Returns at once."""
         # An exception of a signal's handler would lose a process that has just been forked, and nobody would end it.
+        log = self._logs / f"{name}.log" if self._logs else None
         with _signals_held_back():
-            process = LaunchedProcess(name, program, arguments, self._spawn)
+            process = LaunchedProcess(name, program, arguments, self._spawn, log)
             self._processes.append(process)
         return process
 
@@ -227,6 +271,37 @@ class Launcher:
         urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
         flat = [word for pair in urls for word in pair]
         return self.start(name, "router", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
+
+    def start_server(
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        ready_path: str,
+        *,
+        host: str = "127.0.0.1",
+        environment: Mapping[str, str] | None = None,
+        cpus: Collection[int] = (),
+    ) -> LaunchedProcess:
+        """Start an HTTP server that is not ours. Returns at once.
+
+        Args:
+            command: Its program, by name or path, and its arguments.
+            port: The port that the arguments tell it to listen on.
+            ready_path: It is ready as soon as it answers this path with 200.
+            host: The address that the arguments tell it to listen on.
+            environment: Variables for it, beside those of this process.
+            cpus: The processors that it may use. Empty: all.
+        """
+        settings = {
+            "command": list(command),
+            "host": host,
+            "port": port,
+            "ready_path": ready_path,
+            "environment": dict(environment or {}),
+            "cpus": list(cpus),
+        }
+        return self.start(name, str(Path(__file__).with_name("foreign.py")), json.dumps(settings))
 
     def wait_listening(self, processes: Iterable[LaunchedProcess], timeout_s: float) -> None:
         """Wait until every process has reported its port.
@@ -254,11 +329,7 @@ class Launcher:
     def close(self) -> None:
         """End all processes: first by SIGTERM, then by SIGKILL. Idempotent."""
         for process in self._processes:
-            # Closing the link stops a process at once; after SIGTERM alone it would finish its answers first. But a
-            # process that is still importing does not watch the link yet, so it needs the signal.
-            process.hang_up()
-            process.terminate()
-            process.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only after this
+            process.ask_to_end()
         deadline = time.monotonic() + STOP_GRACE_S
         while self._processes:
             self._processes[-1].close(deadline)

@@ -10,7 +10,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 
 import aiohttp
@@ -38,6 +39,7 @@ from .report import (
     write_json,
 )
 from .vllm_router import start_vllm_router
+from .vllm_server import ask_pair, ask_vllm_alone, start_vllm
 
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0
@@ -93,8 +95,8 @@ def _run(options: DemoOptions) -> int:
     ):
         key.write(secrets.token_hex(16))
         key.flush()
-        routers, single = _start(launcher, options, key.name)
-        answers = _ask_pair(routers, options)
+        routers, decode, single = _start(launcher, options, key.name)
+        answers = _ask_pair(routers, decode, options)
         references = _ask_single(single, options)
         with Elapsed("comparing the answers"):
             comparisons = [
@@ -106,7 +108,7 @@ def _run(options: DemoOptions) -> int:
             say(end)
         if options.keep:
             status = _show(options, answers, references, comparisons)
-            _keep(launcher, routers, single, options.model, key.name)
+            _keep(launcher, routers, single, options.model, key.name if options.engine == "reference" else "")
             return status
         with Elapsed("stopping the nodes"):
             launcher.close()
@@ -123,7 +125,7 @@ def _keep(
     """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on.
 
     Args:
-        key_file: Has the key of the nodes' admin endpoints.
+        key_file: Has the key of the nodes' admin endpoints; empty if they have none.
     """
     for stop in (single.hang_up, single.terminate):
         stop()
@@ -139,10 +141,11 @@ def _keep(
         f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'"
     )
     _say_pages(routers)
-    say(
-        "ask where the time of a request went, with the id of its answer:\n"
-        f"  kvferry explain ID {url} --admin-api-key-file {key_file}"
-    )
+    if key_file:
+        say(
+            "ask where the time of a request went, with the id of its answer:\n"
+            f"  kvferry explain ID {url} --admin-api-key-file {key_file}"
+        )
     running = [process for process in launcher.processes if process is not single]
     try:
         while running:
@@ -161,7 +164,9 @@ def _say_pages(routers: Mapping[Way, LaunchedProcess]) -> None:
         say(f"  {which}{router.url}/")
 
 
-def _ask_pair(routers: Mapping[Way, LaunchedProcess], options: DemoOptions) -> list[Answer]:
+def _ask_pair(
+    routers: Mapping[Way, LaunchedProcess], decode: LaunchedProcess, options: DemoOptions
+) -> list[Answer]:
     """Ask the pair all `options.requests`. Show the answers only the first time, because they should be the same again."""
     answers: dict[Way, list[Answer]] = {}
     for way, router in routers.items():
@@ -177,7 +182,8 @@ def _ask_pair(routers: Mapping[Way, LaunchedProcess], options: DemoOptions) -> l
             display = Whole("asking the pair", len(options.prompts))
         # The salt keeps a way from finding the blocks of an earlier one in a node's prefix cache.
         salt = way.value if answers else ""
-        answers[way] = _ask_all(router.url, options, display, salt)
+        ask_router = partial(ask_pair, decode=decode) if options.engine == "vllm" else ask
+        answers[way] = _ask_all(router.url, options, display, salt, ask_router)
     return [answer for ways in zip(*answers.values(), strict=True) for answer in ways]
 
 
@@ -200,7 +206,7 @@ def _compare(
             prompt,
             answer.token_ids,
             reference.token_ids,
-            ask_alone(single.port),
+            ask_vllm_alone(single.port) if options.engine == "vllm" else ask_alone(single.port),
             tolerance=tolerance_of(options.dtype, options.device),
         )
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
@@ -220,20 +226,21 @@ def _prepare_model(model: str) -> None:
 
 def _start(
     launcher: Launcher, options: DemoOptions, key_file: str
-) -> tuple[Mapping[Way, LaunchedProcess], LaunchedProcess]:
+) -> tuple[Mapping[Way, LaunchedProcess], LaunchedProcess, LaunchedProcess]:
     """Start everything and wait until it is ready.
 
     Returns:
-        The routers, one for each of `options.ways`, and the single node.
+        The routers, one for each of `options.ways`, the decode node, and the single node.
     """
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
-    admin = ("--admin-port", "0", "--admin-api-key-file", key_file) if options.keep else ()
+    has_admin = options.keep and options.engine == "reference"
+    admin = ("--admin-port", "0", "--admin-api-key-file", key_file) if has_admin else ()
     pair_arguments = (*options.pair_arguments, *options.node_arguments, *admin)
     prefill, decode = (
-        launcher.start_node(f"{role} node", role, *pair_arguments, *own_arguments)
+        _start_node(launcher, options, role, *pair_arguments, *own_arguments)
         for role, own_arguments in zip(("prefill", "decode"), options.own_arguments, strict=True)
     )
-    single = launcher.start_node("single node", "single", *options.node_arguments)
+    single = _start_node(launcher, options, "single", *options.node_arguments)
     with Elapsed("starting the nodes") as waiting:
         launcher.wait_listening([prefill, decode], options.start_timeout_s)
         routers = {
@@ -249,7 +256,14 @@ def _start(
         launcher.wait_ready(list(late), options.start_timeout_s, note_ready)
     say("each router serves a page that shows its nodes and requests:")
     _say_pages(routers)
-    return routers, single
+    return routers, decode, single
+
+
+def _start_node(launcher: Launcher, options: DemoOptions, role: str, *arguments: str) -> LaunchedProcess:
+    if options.engine == "reference":
+        return launcher.start_node(f"{role} node", role, *arguments)
+    model = str(default_model_folder()) if options.model == DEFAULT_MODEL else options.model
+    return start_vllm(launcher, f"{role} node", model, arguments, transfer=None)  # the arguments have it
 
 
 def _start_router(
@@ -266,15 +280,27 @@ def _start_router(
     return launcher.start_router(name, [prefill], [decode], *way.router_arguments, *admin)
 
 
-def _ask_all(url: str, options: DemoOptions, display: Display, cache_salt: str = "") -> list[Answer]:
-    """Ask every prompt, at most `concurrency` at once; returns the answers in the prompts' order."""
+def _ask_all(
+    url: str,
+    options: DemoOptions,
+    display: Display,
+    cache_salt: str = "",
+    ask: Callable[..., Awaitable[Answer]] = ask,
+) -> list[Answer]:
+    """Ask every prompt, at most `concurrency` at once; returns the answers in the prompts' order.
+
+    Args:
+        ask: As `client.ask`.
+    """
     try:
-        return asyncio.run(_ask_each(url, options, display, cache_salt))
+        return asyncio.run(_ask_each(url, options, display, cache_salt, ask))
     finally:
         display.close()
 
 
-async def _ask_each(url: str, options: DemoOptions, display: Display, cache_salt: str) -> list[Answer]:
+async def _ask_each(
+    url: str, options: DemoOptions, display: Display, cache_salt: str, ask: Callable[..., Awaitable[Answer]]
+) -> list[Answer]:
     turns = asyncio.Semaphore(options.concurrency)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -1,29 +1,19 @@
-"""Put vllm-router, the router of the vLLM project, in front of nodes: `kvferry demo --router vllm-router`.
-
-As a program it runs the command `vllm-router` under a launcher, and passes all other arguments on:
-
-    python vllm_router.py --launcher-fd N --port PORT --prefill URL --decode URL ...
-"""
+"""Put vllm-router, the router of the vLLM project, in front of nodes: `kvferry demo --router vllm-router`."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from .foreign import free_port, run_server
-from .launcher import LaunchedProcess, Launcher, LaunchError
+from .launcher import LaunchedProcess, Launcher, LaunchError, free_port
 
 PROGRAM = "vllm-router"
 #: Where `make build/vllm-router` installs it, seen from the folder of the checkout.
 BUILT = Path("build", "vllm-router", "bin", PROGRAM)
 #: Names the program, where neither PATH nor the checkout has it.
 PROGRAM_VARIABLE = "KVFERRY_VLLM_ROUTER"
-#: This file, which a launcher runs as a program.
-SCRIPT = __file__
 #: For nodes that come and go on one machine. By default it would notice a dead node after minutes: it checks every 60 s,
 #: and believes the third failure.
 CHECKS = (
@@ -67,29 +57,14 @@ def start_program(launcher: Launcher, name: str, *arguments: str) -> LaunchedPro
     Raises:
         LaunchError: the program is not installed.
     """
-    if find_program() is None:
+    program = find_program()
+    if program is None:
         raise LaunchError(
             f"cannot start the {name}: {PROGRAM} is not installed; run `make {BUILT.parents[1]}` in a checkout, or "
             f"`pip install {PROGRAM}`, or set {PROGRAM_VARIABLE} to its path"
         )
+    port = free_port()
     # It serves its metrics on a port of their own, and cannot do without.
-    ports = ("--port", str(free_port()), "--prometheus-port", str(free_port()))
-    return launcher.start(
-        name, SCRIPT, "--host", "127.0.0.1", *ports, *CHECKS, "--log-level", "warning", *arguments
-    )
-
-
-def main() -> int:
-    """Run the command until it ends, or until the launcher or a signal ends it. Returns its exit status."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--launcher-fd", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    options, rest = parser.parse_known_args()
-    program = find_program()
-    assert program is not None, "start_program has found it"
-    command = [program, "--port", str(options.port), *rest]
-    return run_server(command, options.launcher_fd, options.port, "/readiness", {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
+    command = (program, "--host", "127.0.0.1", *ports, *CHECKS, "--log-level", "warning", *arguments)
+    return launcher.start_server(name, command, port, "/readiness")

@@ -24,7 +24,7 @@ from ...web.serving import (
     limits_of,
 )
 from ..engine.settings import EngineSettings
-from .options import DEFAULT_CONNECTOR, add_option
+from .options import DEFAULT_CONNECTOR, add_option, connector_options
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
@@ -281,7 +281,7 @@ def _kv_transfer(options: argparse.Namespace) -> KVTransferConfig | None:
         # `kvferry explain` shows what it traces. Other connectors may not know the option.
         kv_connector_extra_config={
             **({"trace": True} if connector in BUILT_IN else {}),
-            **_connector_options(options.connector_option),
+            **connector_options(options.connector_option),
         },
         kv_load_failure_policy=options.load_failure_policy or "recompute",
     )
@@ -295,16 +295,3 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StartupError(f"--kv-transfer-config must be a JSON object, got {text!r}")
     return value
-
-
-def _connector_options(pairs: Sequence[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, text = pair.partition("=")
-        if not key or not separator:
-            raise StartupError(f"--connector-option {pair!r}: expected KEY=VALUE")
-        try:
-            result[key] = json.loads(text)
-        except ValueError:
-            result[key] = text
-    return result

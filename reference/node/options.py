@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from ...connector.config import PageOrder
+from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL, DTYPES, Layout
 
 DEFAULT_CONNECTOR = "shm"
@@ -109,3 +111,21 @@ def words_of(options: argparse.Namespace, names: Sequence[str], *, prefix: str =
                     yield from (f"--{name}", str(value))
 
     return tuple(words())
+
+
+def connector_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read the values of `--connector-option`.
+
+    Raises:
+        StartupError: one of them is not `KEY=VALUE`.
+    """
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not key or not separator:
+            raise StartupError(f"--connector-option {pair!r}: expected KEY=VALUE")
+        try:
+            result[key] = json.loads(text)
+        except ValueError:
+            result[key] = text
+    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from kvferry.reference.demo.report import (
     format_table,
     report_of,
 )
+from kvferry.reference.demo.vllm_server import KVFERRY
 from kvferry.reference.engine import progress
 from kvferry.reference.engine.progress import Elapsed
 from kvferry.web.serving import StartupError
@@ -214,3 +216,22 @@ def test_a_pair_that_is_kept_says_how_to_use_it_and_which_process_ended(
     assert "http://127.0.0.1:2 ended" in said
     assert single.calls == ["hang_up", "terminate"]
     assert not prefill.calls + decode.calls + router.calls
+
+
+@pytest.mark.parametrize(
+    "words", ["--threads 2", "--decode-layout per-layer", "--concurrency 2", "--dtype float16"]
+)
+def test_with_vllm_an_option_that_would_do_nothing_is_refused(words: str) -> None:
+    with pytest.raises(StartupError, match=f"cannot use {words.split()[0]} with --engine vllm"):
+        parse_arguments(["--engine", "vllm", *words.split()])
+
+
+def test_nodes_of_vllm_get_the_options_of_the_connector() -> None:
+    words = ["--connector", "tcp", "--load-failure-policy", "fail", "--connector-option", "lease_s=7"]
+    name, config = parse_arguments(["--engine", "vllm", *words]).pair_arguments
+    assert name == "--kv-transfer-config"
+    assert json.loads(config) == {
+        **KVFERRY,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"transport": "tcp", "lease_s": 7},
+    }

@@ -1,16 +1,21 @@
-"""What a launcher reports about a process that ended by itself, and that it ends the others quickly."""
+"""What a launcher reports about a process that ended by itself, that it ends the others quickly, and servers of others."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Child, Launcher
+from kvferry.reference.demo.launcher import Child, LaunchedProcess, Launcher, LaunchError, free_port
 from tests.support.client import wait_until
 
 #: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of several ways.
@@ -104,3 +109,56 @@ def test_a_signal_while_a_process_is_being_started_leaves_no_process_behind() ->
         signal.signal(signal.SIGINT, before)
     # The launcher has waited for its end; a process that it did not know would still run.
     assert started[0].poll() is not None
+
+
+#: A server that is not ours. It answers each request with what it found at its start, but 404 at `/missing`.
+SERVER = """
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404 if self.path == "/missing" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps([os.environ["MARK"], sorted(os.sched_getaffinity(0)), os.getpid()]).encode())
+print("about to listen", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start_server(launcher: Launcher, port: str, ready_path: str = "/health", **more: Any) -> LaunchedProcess:
+    return launcher.start_server(
+        "server", [sys.executable, "-c", SERVER, port], int(port), ready_path, **more
+    )
+
+
+@pytest.fixture
+def port() -> str:
+    return str(free_port())
+
+
+def test_a_server_of_others_has_its_environment_and_its_processors_and_ends(port: str) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    with Launcher() as launcher:
+        server = start_server(launcher, port, environment={"MARK": "x"}, cpus=[cpu])
+        server.wait_ready(20)
+        with urllib.request.urlopen(server.url) as answer:
+            mark, cpus, pid = json.load(answer)
+        assert (mark, cpus, server.port) == ("x", [cpu], int(port))
+        server.stop()
+        assert not server.is_running
+        assert "about to listen" in server.log_tail
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_server_that_does_not_answer_well_is_not_ready(port: str) -> None:
+    with (
+        Launcher() as launcher,
+        pytest.raises(LaunchError, match="(?s)not ready within 1 s.*about to listen"),
+    ):
+        start_server(launcher, port, "/missing", environment={"MARK": "x"}).wait_ready(1)
+
+
+def test_a_server_that_ends_at_its_start_leaves_its_log(tmp_path: Path) -> None:
+    with Launcher(logs=tmp_path) as launcher, pytest.raises(LaunchError, match="status 1.*"):
+        start_server(launcher, "70000", environment={"MARK": "x"}).wait_ready(20)
+    assert "port must be 0-65535" in (tmp_path / "server.log").read_text()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.reference.demo.launcher import LaunchedProcess
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
-from vllm_pair.run import ASK_FOR_LOGITS, top_logits
+from kvferry.reference.demo.vllm_server import ask_vllm_alone
 
 ANSWER_S = 120.0
 USAGE = "vllm:kv_cache_usage_perc"
@@ -94,9 +94,8 @@ class Server:
         """
 
         def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
-            tokens = [int(token) for token in prompt]
-            choice = self.alone(tokens, max_tokens, **ASK_FOR_LOGITS)
-            return Expectation(tokens, choice["token_ids"], top_logits(choice), logprobs_of(choice))
+            alone = {"ignore_eos": True, "cache_salt": os.urandom(8).hex()}
+            return ask_vllm_alone(self.process.port, **alone)(prompt, max_tokens)
 
         alone, tokens, logprobs = self.alone(prompt, max_tokens), answer["token_ids"], logprobs_of(answer)
         assert_same_answer(

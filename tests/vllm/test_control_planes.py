@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 from collections.abc import Iterator, Mapping
@@ -14,17 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
-from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
+from kvferry.reference.demo.near_tie import assert_same_answer
 from kvferry.reference.demo.vllm_router import find_program, start_vllm_router
+from kvferry.reference.demo.vllm_server import KVFERRY, ask_vllm_alone, start_vllm
 from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar
-from tests.support.vllm_servers import logprobs_of
-from vllm_pair.cluster import KVFERRY, start_vllm
-from vllm_pair.figures import Transfers, read_transfers
-from vllm_pair.run import ASK_FOR_LOGITS, top_logits
+from tests.support.vllm_servers import LOADS, Server, logprobs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,34 +44,20 @@ class Pair:
     decode: LaunchedProcess
 
     @property
-    def transfers(self) -> Transfers:
-        """What the decode server has loaded so far."""
-
-        async def read() -> Transfers:
-            async with aiohttp.ClientSession() as session:
-                return await read_transfers(session, self.decode.url)
-
-        return asyncio.run(read())
+    def num_loads(self) -> float:
+        """How many prompts the decode server has loaded so far."""
+        return Server(self.decode).metric(LOADS)
 
     def assert_like_alone(self, prompt: str, answer: Answer) -> None:
         """Fail unless this is the decode server's own answer to a prompt that it has computed itself, apart from near-ties."""
-        alone = {"cache_salt": "alone"}
-
-        def ask(prompt: Any, max_tokens: int) -> Expectation:
-            choice = complete(self.decode, prompt, max_tokens=max_tokens, **alone, **ASK_FOR_LOGITS).body[
-                "choices"
-            ][0]
-            tokens = choice["prompt_token_ids"], choice["token_ids"]
-            return Expectation(*tokens, top_logits(choice), logprobs_of(choice))
-
-        found, expected = (
-            told.body["choices"][0] for told in (answer, complete(self.decode, prompt, **alone))
-        )
+        alone = {"cache_salt": "alone", "ignore_eos": True}
+        (found,) = answer.body["choices"]
+        (expected,) = complete(self.decode, prompt, **alone).body["choices"]
         assert_same_answer(
             prompt,
             found["token_ids"],
             expected["token_ids"],
-            ask,
+            ask_vllm_alone(self.decode.port, **alone),
             logprobs=logprobs_of(found),
             expected_logprobs=logprobs_of(expected),
         )
@@ -84,8 +66,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(model: Path) -> Iterator[Pair]:
     transfer = {**KVFERRY, "kv_load_failure_policy": "fail"}
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with Launcher() as launcher:
         servers = [
             start_vllm(launcher, f"{role} server", str(model), ARGUMENTS, transfer)
             for role in ("prefill", "decode")
@@ -134,7 +115,7 @@ def chat_of(content: str) -> dict[str, Any]:
 
 
 def test_llm_ds_requests_are_handoffs(pair: Pair) -> None:
-    sidecar, before = Sidecar(host_of(pair.decode)), pair.transfers.num_loads
+    sidecar, before = Sidecar(host_of(pair.decode)), pair.num_loads
     headers = [("content-type", "application/json"), (PREFILL_HEADER, host_of(pair.prefill))]
     answer = sidecar.post("/v1/completions", body_of(PROMPT), headers)
     assert answer.status == 200, answer.payload
@@ -143,18 +124,18 @@ def test_llm_ds_requests_are_handoffs(pair: Pair) -> None:
     pair.assert_like_alone(PROMPT, answer)
     chat = sidecar.post("/v1/chat/completions", chat_of(PROMPT), headers)
     assert chat.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
-    assert pair.transfers.num_loads == before + 2
+    assert pair.num_loads == before + 2
 
 
 @needs_vllm_router
 def test_requests_through_vllm_router_are_handoffs(pair: Pair, router: LaunchedProcess) -> None:
-    before, prompt = pair.transfers.num_loads, f"Through vllm-router. {PROMPT}"
+    before, prompt = pair.num_loads, f"Through vllm-router. {PROMPT}"
     answer = complete(router, prompt)
     assert answer.status == 200, answer.payload
     pair.assert_like_alone(prompt, answer)
     chat = post(router, "/v1/chat/completions", chat_of(prompt))
     assert chat.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
-    assert pair.transfers.num_loads == before + 2
+    assert pair.num_loads == before + 2
 
 
 @needs_vllm_router

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
-from vllm_pair.cluster import KVFERRY, start_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -81,12 +81,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
-        environment.setenv("TORCHDYNAMO_DISABLE", "1")
+    with Launcher() as launcher:
         transfer = {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": OPTIONS}
         process = start_vllm(launcher, "server", str(model), ARGUMENTS, transfer)
-        launcher.wait_listening([process], START_S)
         launcher.wait_ready([process], START_S)
         yield Server(process)
 

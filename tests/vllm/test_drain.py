@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.client import children_of, wait_until
 from tests.support.vllm_servers import LOADS, Server
-from tests.vllm.test_servers import ARGUMENTS, OPTIONS, _wait_until_ready
-from vllm_pair.cluster import KVFERRY, start_vllm
+from tests.vllm.test_servers import ARGUMENTS, OPTIONS, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,17 +24,15 @@ END_S = 30.0
 
 @pytest.fixture
 def pair(model) -> Iterator[tuple[Server, Server]]:
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with Launcher() as launcher:
         extra = {"transport": "shm", **OPTIONS, "lease_s": LEASE_S}
         transfer = {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
         arguments = (*ARGUMENTS, "--shutdown-timeout", str(LEASE_S))
         servers = [
-            Server(start_vllm(launcher, name, str(model), arguments, transfer))
-            for name in ("prefill", "decode")
+            start_vllm(launcher, name, str(model), arguments, transfer) for name in ("prefill", "decode")
         ]
-        _wait_until_ready(*servers)
-        yield servers[0], servers[1]
+        launcher.wait_ready(servers, START_S)
+        yield Server(servers[0]), Server(servers[1])
 
 
 def test_a_prefill_server_that_is_stopped_ends_as_soon_as_its_offers_are_delivered(pair, prompt):

@@ -14,13 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.reference.demo.foreign import free_port
-from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.launcher import Launcher, free_port
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import scale_tensor
 from tests.support.vllm_servers import USAGE as USAGE_OF_CACHE
 from tests.support.vllm_servers import Server
-from vllm_pair.cluster import KVFERRY, start_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,13 +56,10 @@ NEVER = {
 @pytest.fixture(scope="module")
 def servers(model):
     """A launcher, and a prefill and a decode server."""
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with Launcher() as launcher:
         servers = [
-            start_vllm(launcher, f"{role} server", str(model), ARGUMENTS, KVFERRY)
-            for role in ("prefill", "decode")
+            start_vllm(launcher, f"{role} server", str(model), ARGUMENTS) for role in ("prefill", "decode")
         ]
-        launcher.wait_listening(servers, START_S)
         launcher.wait_ready(servers, START_S)
         yield launcher, servers
 
@@ -231,7 +227,6 @@ def others(servers, model, tmp_path_factory):
     for policy in ("recompute", "fail"):
         transfer = {**KVFERRY, "kv_role": "kv_consumer", "kv_load_failure_policy": policy}
         started[policy] = start_vllm(launcher, f"other server ({policy})", str(folder), ARGUMENTS, transfer)
-    launcher.wait_listening(started.values(), START_S)
     launcher.wait_ready(started.values(), START_S)
     return started
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.reference.engine.default_model import default_model_folder
 from tests.support.client import Client, wait_until
 from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server, logprobs_of
-from vllm_pair.cluster import KVFERRY, start_vllm
-from vllm_pair.run import NODE_ARGUMENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -21,7 +20,7 @@ START_S = 400.0
 ANSWER_LEASE_S = 10.0
 #: Much less than the lease, which must not be what frees the blocks.
 SOON_S = 4.0
-#: That of `NODE_ARGUMENTS`.
+#: That of `ARGUMENTS`.
 BLOCK_SIZE = 32
 MAX_TOKENS = 48
 #: The token with which the model ends an answer.
@@ -151,13 +150,10 @@ def servers():
     transfer = {**KVFERRY, "kv_load_failure_policy": "fail"}
     transfer["kv_connector_extra_config"] = {"offer_answer": True, "answer_lease_s": ANSWER_LEASE_S}
     model = str(default_model_folder())
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with Launcher() as launcher:
         processes = [
-            start_vllm(launcher, f"{role} server", model, NODE_ARGUMENTS, transfer)
-            for role in ("prefill", "decode")
+            start_vllm(launcher, f"{role} server", model, transfer=transfer) for role in ("prefill", "decode")
         ]
-        launcher.wait_listening(processes, START_S)
         launcher.wait_ready(processes, START_S)
         router = launcher.start_router("router", processes[:1], processes[1:], "--ask-for-answers")
         launcher.wait_ready([router], START_S)

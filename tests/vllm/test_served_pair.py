@@ -11,14 +11,13 @@ import time
 import urllib.error
 import urllib.request
 
-import aiohttp
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.report import Way
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.reference.engine.default_model import default_model_folder
-from vllm_pair.cluster import KVFERRY, start_vllm
-from vllm_pair.figures import read_transfers
-from vllm_pair.run import NODE_ARGUMENTS, in_front_of
+from tests.support.vllm_servers import FAILURES, LOADS, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -54,26 +53,24 @@ def pair():
     model, transfer = str(default_model_folder()), {**KVFERRY, "kv_load_failure_policy": "fail"}
     with Launcher() as launcher:
         servers = [
-            start_vllm(launcher, f"{role} server", model, NODE_ARGUMENTS, transfer)
-            for role in ("prefill", "decode")
+            start_vllm(launcher, f"{role} server", model, transfer=transfer) for role in ("prefill", "decode")
         ]
-        launcher.wait_listening(servers, START_S)
         launcher.wait_ready(servers, START_S)
         yield servers
 
 
-@pytest.mark.parametrize("front", ["router", "proxy"])
-async def test_every_request_succeeds(front, pair, tmp_path):
-    prefill, decode = pair
+@pytest.mark.parametrize("way", Way)
+async def test_every_request_succeeds(way, pair, tmp_path):
+    decode = Server(pair[1])
     with Launcher() as launcher:
-        async with in_front_of(front, launcher, prefill, decode) as url, aiohttp.ClientSession() as session:
-            before = await read_transfers(session, decode.url)
-            result = await _bench(url, tmp_path)
-            after = await read_transfers(session, decode.url)
+        router = launcher.start_router("router", pair[:1], pair[1:], *way.router_arguments)
+        router.wait_ready(START_S)
+        before = decode.metric(LOADS), decode.metric(FAILURES)
+        result = await _bench(router.url, tmp_path)
     assert (result["completed"], result["failed"]) == (NUM_REQUESTS, 0), result["errors"]
     assert result["output_lens"] == [32] * NUM_REQUESTS
-    assert after.num_failures == before.num_failures
-    assert after.num_loads - before.num_loads >= NUM_REQUESTS
+    assert decode.metric(LOADS) - before[0] >= NUM_REQUESTS
+    assert decode.metric(FAILURES) == before[1]
 
 
 def test_a_refused_request_frees_the_prefill_servers_blocks(pair):
@@ -86,23 +83,6 @@ def test_a_refused_request_frees_the_prefill_servers_blocks(pair):
     status, _ = _post(decode, body)
     assert status == 400
     _wait_for_usage(prefill, lambda usage: usage == 0, SOON_S)
-
-
-async def test_the_proxy_accepts_several_samples_but_only_one_prompt(pair):
-    prefill, decode = pair
-    body = {"model": "model", "max_tokens": 4, "temperature": 1, "seed": 7}
-
-    async def ask():
-        async with in_front_of("proxy", None, prefill, decode) as url, aiohttp.ClientSession() as session:
-            for more in ({"prompt": "Once", "n": 3}, {"prompt": ["Once", "Twice"]}, {"prompt": ["Once"]}):
-                async with session.post(f"{url}/v1/completions", json=body | more) as response:
-                    yield response.status, await response.json()
-
-    (samples, three), (refused, error), (list_of_one, one) = [answer async for answer in ask()]
-    assert (samples, len(three["choices"])) == (200, 3)
-    assert (refused, error["error"]["param"]) == (400, "prompt")
-    assert "one request per prompt" in error["error"]["message"]
-    assert (list_of_one, len(one["choices"])) == (200, 1)
 
 
 def _post(server, body):

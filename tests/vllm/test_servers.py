@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
 from tests.support.vllm_servers import FAILURES, LOADS, Reply, Server
-from vllm_pair.cluster import KVFERRY, start_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -50,9 +50,8 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def start_server() -> Iterator[Callable[..., Server]]:
-    """Start a server, which ends with the module. The caller calls `_wait_until_ready`."""
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
+    """Start a server, which ends with the module. The caller waits until it is ready."""
+    with Launcher() as launcher:
 
         def start(model: Path, port: int = 0, policy: str = "fail", **options: Any) -> Server:
             transfer = {**KVFERRY, "kv_load_failure_policy": policy}
@@ -61,13 +60,6 @@ def start_server() -> Iterator[Callable[..., Server]]:
             return Server(start_vllm(launcher, name, str(model), ARGUMENTS, transfer, port))
 
         yield start
-
-
-def _wait_until_ready(*servers: Server) -> None:
-    processes = [server.process for server in servers]
-    launcher = Launcher()  # starts nothing, only waits
-    launcher.wait_listening(processes, START_S)
-    launcher.wait_ready(processes, START_S)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +80,8 @@ def servers(start_server, model, tmp_path_factory, address) -> dict[str, Server]
         "decode": start_server(model),
         "stranger": start_server(other, policy="recompute"),
     }
-    _wait_until_ready(*started.values())
+    for server in started.values():
+        server.process.wait_ready(START_S)
     return started
 
 
@@ -123,7 +116,7 @@ def killed(servers, decode, prompt) -> Killed:
 def restarted(killed, servers, start_server, model, address) -> Server:
     """The prefill server, restarted at the same port and address."""
     server = start_server(model, port=servers["prefill"].process.port, **address)
-    _wait_until_ready(server)
+    server.process.wait_ready(START_S)
     return server
 
 

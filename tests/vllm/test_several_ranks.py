@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.vllm_server import ARGUMENTS, start_vllm
 from tests.support.many_handoffs import CHUNK_TOKENS, NUM_HANDOFFS, SHAPES, hand_over_many
 from tests.support.vllm_servers import Server
-from vllm_pair.cluster import KVFERRY, start_vllm
-from vllm_pair.run import NODE_ARGUMENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 + 15 * NUM_HANDOFFS)]
 
 START_S = 900.0
-#: Threads that spin for each other on shared cores would measure the system's scheduler.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
 
 def _ranks(num):
@@ -22,21 +19,18 @@ def _ranks(num):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_handoff_waits_for_a_deadline(shape, tmp_path, monkeypatch):
+def test_no_handoff_waits_for_a_deadline(shape, tmp_path):
     """The deadlines and the router's options are the defaults."""
     from tests.support.tiny_models import write_tiny_model
 
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     size = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
     model = str(write_tiny_model(tmp_path / "model", num_key_value_heads=4, **size))
     chunks = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
     with Launcher() as launcher:
         nodes = [
-            start_vllm(launcher, "prefill", model, (*NODE_ARGUMENTS, *chunks, *_ranks(shape[0])), KVFERRY),
-            start_vllm(launcher, "decode", model, (*NODE_ARGUMENTS, *_ranks(shape[1])), KVFERRY),
+            start_vllm(launcher, "prefill", model, (*ARGUMENTS, *chunks, *_ranks(shape[0]))),
+            start_vllm(launcher, "decode", model, (*ARGUMENTS, *_ranks(shape[1]))),
         ]
-        launcher.wait_listening(nodes, START_S)
         launcher.wait_ready(nodes, START_S)
         router = launcher.start_router("router", [nodes[0]], [nodes[1]])
         launcher.wait_ready([router], START_S)
