@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.reference.demo import vllm_server
 from kvferry.reference.demo.launcher import run_program
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer, tolerance_of
 from tests.support.engine_process import Answer, Node
@@ -48,17 +49,8 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 128
 MAX_NUM_SEQS = 4
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    # Otherwise the first request for log-probabilities waits for a compilation.
-    "TORCHDYNAMO_DISABLE": "1",
-}
+#: The engine computes in the node's own process.
+ENVIRONMENT = {**vllm_server.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
