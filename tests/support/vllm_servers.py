@@ -119,8 +119,8 @@ class Server:
         samples = (sample for family in families for sample in family.samples if sample.name == name)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
-    def wait_for(self, name: str, is_so: Callable[[float], bool]) -> None:
-        deadline = time.monotonic() + ANSWER_S
+    def wait_for(self, name: str, is_so: Callable[[float], bool], timeout_s: float = ANSWER_S) -> None:
+        deadline = time.monotonic() + timeout_s
         while not is_so(value := self.metric(name)):
             assert time.monotonic() < deadline, f"{name} is still {value}"
             time.sleep(0.02)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 
@@ -17,13 +13,12 @@ from kvferry.reference.demo.launcher import Launcher
 from kvferry.reference.demo.report import Way
 from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.reference.engine.default_model import default_model_folder
-from tests.support.vllm_servers import FAILURES, LOADS, Server
+from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 START_S = 400.0
 BENCH_S = 900.0
-ANSWER_S = 120.0
 #: Seconds within which unused blocks must be freed. It is less than an offer's lease of 30 s.
 SOON_S = 10.0
 NUM_REQUESTS = 40
@@ -75,41 +70,12 @@ async def test_every_request_succeeds(way, pair, tmp_path):
 
 def test_a_refused_request_frees_the_prefill_servers_blocks(pair):
     """For a request that vLLM answers with 400, it sends its engine another request that ends at once."""
-    prefill, decode = pair
-    body = {"model": "model", "prompt": [7] * 300, "max_tokens": 1}
-    _, answer = _post(prefill, body | {"kv_transfer_params": {"do_remote_decode": True}})
-    _wait_for_usage(prefill, lambda usage: usage > 0, ANSWER_S)
-    body |= {"max_tokens": 100_000, "kv_transfer_params": answer["kv_transfer_params"]}
-    status, _ = _post(decode, body)
-    assert status == 400
-    _wait_for_usage(prefill, lambda usage: usage == 0, SOON_S)
-
-
-def _post(server, body):
-    """Ask a server for a completion. Returns the status and the body."""
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
-
-
-def _wait_for_usage(server, is_so, timeout_s):
-    """Wait until the condition holds for the share of a server's pool that is in use."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so(usage := _usage(server)):
-        assert time.monotonic() < deadline, f"the share of blocks in use is still {usage}"
-        time.sleep(0.05)
-
-
-def _usage(server):
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=ANSWER_S) as response:
-        (value,) = re.findall(r"^vllm:kv_cache_usage_perc{.*} (\S+)$", response.read().decode(), re.MULTILINE)
-    return float(value)
+    prefill, decode = map(Server, pair)
+    tokens = [7] * 300
+    params = prefill.offer(tokens)
+    prefill.wait_for(USAGE, lambda usage: usage > 0)
+    assert decode.complete(tokens, 100_000, kv_transfer_params=params).status == 400
+    prefill.wait_for(USAGE, lambda usage: usage == 0, SOON_S)
 
 
 async def _bench(url, folder):
