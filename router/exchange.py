@@ -588,9 +588,8 @@ class Exchange:
             return [*actions, *self._release(self.offer)]
         if result == "none" and self._prefill_runs:
             self._prefill_runs = False
-            actions.append(
-                EndPrefill()
-            )  # the decode node had the prompt, so nothing needs the rest of the prefill
+            # The decode node had the prompt, so nothing needs the rest of the prefill.
+            actions.append(EndPrefill())
         return actions
 
     def _release(self, offer: Offer) -> Actions:

@@ -87,9 +87,8 @@ class RouterMetrics:
             registry=self._registry,
         )
         for role in ("prefill", "decode"):
-            self.retries.labels(
-                role
-            )  # at zero, because an alert cannot use a counter that appears with its first event
+            # At zero, because an alert cannot use a counter that appears with its first event.
+            self.retries.labels(role)
         self.without_handoff = Counter(
             "kvferry_router_without_handoff_total",
             "Requests whose prompt the decode node computed again, because no KV cache was offered and it loaded none",

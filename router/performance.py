@@ -430,9 +430,8 @@ class Performance:
             async with node.exchange():
                 events = await answer.more()
         except NodeGoneError as error:
-            exchange.tried_decode[node] = (
-                error  # the client has part of the answer, so no other node can give it
-            )
+            # The client has part of the answer, so no other node can give it.
+            exchange.tried_decode[node] = error
             lost = f"the answer was lost in the middle: {await error.explained()}"
             return exchange.decode_broke(ApiError(502, lost, kind="server_error"))
         if events is not None:

@@ -56,9 +56,8 @@ class KVConnectorModelRunnerMixin:
                 connector.handle_preemptions(scheduler_output.preempted_req_ids)
         with calling("bind_connector_metadata"):
             connector.bind_connector_metadata(metadata)
-        if (
-            connector.has_connector_metadata()
-        ):  # otherwise binding it raised, and there are no orders to carry out
+        # Otherwise binding it raised, and there are no orders to carry out.
+        if connector.has_connector_metadata():
             with calling("start_load_kv"):
                 connector.start_load_kv(context)
 

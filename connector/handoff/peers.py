@@ -281,9 +281,8 @@ class Peers:
         return actions
 
     def _connect(self, address: str, failures: int, now: float) -> list[Action]:
-        self._states.pop(
-            address, None
-        )  # a dict keeps its order: this puts the address at the end of the queue
+        # A dict keeps its order: this puts the address at the end of the queue.
+        self._states.pop(address, None)
         self._states[address] = _Waiting(now, now + self._config.connect_timeout_s, failures)
         return self._start_waiting(now)
 

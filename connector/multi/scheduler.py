@@ -112,9 +112,8 @@ class MultiScheduler(SchedulerHalf):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
         for name, child in self.children.items():
-            if (
-                name not in self._orders
-            ):  # a child gives its orders once, and this is the second call if another one raised
+            # A child gives its orders once, and this is the second call if another one raised.
+            if name not in self._orders:
                 self._orders[name] = child.build_connector_meta(scheduler_output)
         orders, self._orders = self._orders, {}
         return self._ledger.take_metadata(orders)

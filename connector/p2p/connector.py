@@ -35,9 +35,8 @@ class PeerToPeerConnector(KVConnectorBase):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        if (
-            cls.__init__ is PeerToPeerConnector.__init__
-        ):  # a subclass with its own constructor may take more options
+        # A subclass with its own constructor may take more options.
+        if cls.__init__ is PeerToPeerConnector.__init__:
             parsed = ConnectorOptions.from_mapping(options, cls.transport_scheme)
             check_options(cls.transport_scheme, parsed.transport_options)
 

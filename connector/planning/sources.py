@@ -109,9 +109,8 @@ def _require_same_meaning(ours: LayerLayout, theirs: LayerLayout) -> None:
             _require_equal(f"{prefix}.{what}", getattr(ours, what), getattr(theirs, what))
         return
     sizes = (ours.block_size, theirs.block_size)
-    is_cut = (
-        ours.slots.grain == theirs.slots.grain == 1
-    )  # a token's vectors can move without the rest of its block
+    # A token's vectors can move without the rest of its block.
+    is_cut = ours.slots.grain == theirs.slots.grain == 1
     _require(f"{prefix}.block_size", not max(sizes) % min(sizes) if is_cut else sizes[0] == sizes[1], *sizes)
     for what in ("element", "grain", "num_parts", "vector_bytes"):
         _require_equal(f"{prefix}.{what}", getattr(ours.slots, what), getattr(theirs.slots, what))

@@ -116,9 +116,8 @@ class FailurePromises:
         first.scheduler.on_new_request(Request("d", 10, params))
         first.step()
         producer.step_until(lambda: len(producer.held) == 1, first)
-        load(
-            first, producer, Request("d2", 10, producer.prefill("p2", 10)[1])
-        )  # so the first claim has arrived
+        # After this load the first claim has arrived.
+        load(first, producer, Request("d2", 10, producer.prefill("p2", 10)[1]))
         load(second, producer, Request("d", 10, params))
         check_load_error(second, "d", "claimed by another")
 
@@ -128,9 +127,8 @@ class FailurePromises:
         request = Request("d", 10, params)
         consumer.scheduler.on_new_request(request)
         blocks, _ = consumer.start_load(request)
-        consumer.step_until(
-            lambda: consumer.num_reports("d", "recving") > 0
-        )  # the producer's engine is stuck
+        # The producer's engine does not step meanwhile.
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0)
         check_load_error(consumer, "d", "timed out")
         check_failed_blocks(consumer, blocks)
 

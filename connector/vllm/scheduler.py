@@ -336,9 +336,8 @@ class SchedulerSide:
             return StepMetadata(self._half.build_connector_meta(), refused, is_idle=is_idle)
         preempted = self._take_preempted(scheduler_output)
         self._note_progress(scheduler_output)
-        is_full = bool(
-            getattr(scheduler_output, "preempted_req_ids", None)
-        )  # vLLM preempts for want of blocks
+        # vLLM preempts for want of blocks.
+        is_full = bool(getattr(scheduler_output, "preempted_req_ids", None))
         step = cast("SchedulerOutput", _Step(preempted, is_full))
         return StepMetadata(self._half.build_connector_meta(step), refused, preempted, is_idle)
 

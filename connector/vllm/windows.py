@@ -91,9 +91,8 @@ class WindowBlocks:
         prompt = self._prompts.get(request_id)
         for group, held in ((prompt and prompt.held) or {}).items():
             for index, block in held.items():
-                if index < len(
-                    filled[group]
-                ):  # not if the request lost its blocks, and ended before it got others
+                # Not if the request lost its blocks, and ended before it got others.
+                if index < len(filled[group]):
                     filled[group][index] = block.block_id
         return filled
 

@@ -350,9 +350,8 @@ class NodeServer:
                 first = await anext(outputs)
             pieces = _uncut(_prepend(first, outputs))
             if client.stream:
-                outcome = transfer_outcome(
-                    first[1].metrics
-                )  # a load has ended before the first piece arrives
+                # A load has ended before the first piece arrives.
+                outcome = transfer_outcome(first[1].metrics)
                 return await self._stream(request, pieces, choices, envelope, client, outcome)
             return await self._whole(pieces, choices, envelope, client)
 

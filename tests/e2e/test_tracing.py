@@ -122,8 +122,7 @@ def test_an_endpoint_without_opentelemetry_is_a_clear_error(
     from kvferry.web.serving import StartupError
 
     monkeypatch.setattr(tracing, "_NEEDED", ("opentelemetry_is_not.installed",))
-    monkeypatch.setenv(
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""
-    )  # which is undone afterwards, whatever the call sets
+    # This is undone afterwards, whatever the call sets.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     with pytest.raises(StartupError, match=r"is not installed; install kvferry\[otel\]"):
         tracing.set_up_tracing("http://127.0.0.1:4318/v1/traces", "router")

@@ -105,9 +105,8 @@ def test_an_answer_ends_at_max_tokens_at_the_longest_sequence_at_the_end_token_a
 def test_the_end_token_ends_an_answer_unless_it_is_ignored(make_node: Any) -> None:
     node = make_node()
     model = node.core.parts.executor.runner._model
-    model.lm_head.weight[256] = (
-        100.0  # whatever the last token is, the end token's logit is very large or very small
-    )
+    # Whatever the last token is, the end token's logit is very large or very small.
+    model.lm_head.weight[256] = 100.0
     answers = [node.answer([n, n + 1], max_tokens=6, ignore_eos=False) for n in range(0, 40, 4)]
     ended = [answer for answer in answers if answer[-1] == 256]
     assert ended

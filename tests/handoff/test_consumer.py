@@ -56,6 +56,7 @@ from kvferry.transports.errors import (
     TransportClosedError,
 )
 from kvferry.transports.regions import Guard
+from tests.support.ranks import ONLY_RANK
 
 before_reading = pytest.mark.parametrize("reach", [connecting, claiming, granted])
 after_the_handshake = pytest.mark.parametrize("reach", [claiming, granted])
@@ -69,7 +70,7 @@ def test_a_claim_connects_shakes_hands_and_claims(consumer: ConsumerProtocol, we
 def test_a_second_claim_uses_the_session(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     claiming(consumer, welcome)
     another = replace(OFFER, lease=4, request_id="another")
-    assert only_message(consumer.claim("ours too", another, 1.0)) == Claim("another", 4, 0, 1)
+    assert only_message(consumer.claim("ours too", another, 1.0)) == Claim("another", 4, **ONLY_RANK)
 
 
 def test_claims_that_wait_for_one_connection_are_all_sent(
@@ -78,7 +79,7 @@ def test_claims_that_wait_for_one_connection_are_all_sent(
     connecting(consumer, welcome)
     assert consumer.claim("ours too", replace(OFFER, lease=4), 1.0) == []
     sent = [action.message for action in consumer.receive(PEER, welcome, 1.0) if isinstance(action, Send)]
-    assert sent == [Claim("theirs", 3, 0, 1), Claim("theirs", 4, 0, 1)]
+    assert sent == [Claim("theirs", 3, **ONLY_RANK), Claim("theirs", 4, **ONLY_RANK)]
 
 
 def test_a_granted_offer_is_read_into_the_blocks_that_were_asked_for(
@@ -101,7 +102,8 @@ def test_a_load_that_comes_before_the_grant_waits_for_it(
 ) -> None:
     reach(consumer, welcome)
     assert consumer.load("ours", BLOCKS, 0.0) == []
-    consumer.receive(PEER, welcome, 0.0) if reach is connecting else None
+    if reach is connecting:
+        consumer.receive(PEER, welcome, 0.0)
     (read,) = consumer.receive(PEER, GRANT, 0.0)
     assert isinstance(read, StartRead)
 
@@ -109,7 +111,7 @@ def test_a_load_that_comes_before_the_grant_waits_for_it(
 def test_a_read_that_succeeds_is_released_and_reported(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     reading(consumer, welcome)
     released, ended = consumer.read_ended(READ, None, 1.0)
-    assert released == Send(PEER, Release("theirs", 3, True, 0, 1))
+    assert released == Send(PEER, Release("theirs", 3, delivered=True, **ONLY_RANK))
     assert ended == LoadEnded("ours", "loaded", None, BLOCKS)
     assert (consumer.num_loads, consumer.num_reads) == (0, 0)
 
@@ -118,7 +120,7 @@ def test_a_read_that_fails_is_released_and_reported(consumer: ConsumerProtocol, 
     reading(consumer, welcome)
     stale = StaleRegionError("the guard changed")
     released, ended = consumer.read_ended(READ, stale, 1.0)
-    assert released == Send(PEER, Release("theirs", 3, False, 0, 1))
+    assert released == Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK))
     assert ended == LoadEnded("ours", "failed", stale, BLOCKS)
 
 
@@ -184,7 +186,7 @@ def test_an_end_while_reading_is_reported_when_the_read_ended(
 @after_the_handshake
 def test_a_drop_releases_the_offer(consumer: ConsumerProtocol, welcome: Welcome, reach: Reach) -> None:
     reach(consumer, welcome)
-    assert only_message(consumer.drop("ours", 1.0)) == Release("theirs", 3, False, 0, 1)
+    assert only_message(consumer.drop("ours", 1.0)) == Release("theirs", 3, delivered=False, **ONLY_RANK)
     assert consumer.num_loads == 0
     assert consumer.drop("ours", 2.0) == []
 
@@ -196,8 +198,8 @@ def test_a_drop_before_the_handshake_releases_the_offer_after_it(
     assert consumer.drop("ours", 0.0) == []
     # A producer accepts a release only from the rank that claimed the offer.
     assert consumer.receive(PEER, welcome, 0.0) == [
-        Send(PEER, Claim("theirs", 3, 0, 1)),
-        Send(PEER, Release("theirs", 3, False, 0, 1)),
+        Send(PEER, Claim("theirs", 3, **ONLY_RANK)),
+        Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK)),
     ]
 
 
@@ -206,7 +208,7 @@ def test_an_offer_of_another_content_is_not_read(consumer: ConsumerProtocol, wel
     claiming(consumer, welcome)
     consumer.load("ours", BLOCKS, 0.0)
     released, ended = consumer.receive(PEER, replace(GRANT, content="of another prompt"), 1.0)
-    assert released == Send(PEER, Release("theirs", 3, False, 0, 1))
+    assert released == Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK))
     assert isinstance(ended, LoadEnded)
     assert (ended.outcome, type(ended.error)) == ("failed", ContentMismatchError)
 
@@ -216,7 +218,7 @@ def test_an_offer_of_another_content_is_remembered_until_there_are_blocks(
 ) -> None:
     claiming(consumer, welcome)
     released = only_message(consumer.receive(PEER, replace(GRANT, content="of another prompt"), 1.0))
-    assert released == Release("theirs", 3, False, 0, 1)
+    assert released == Release("theirs", 3, delivered=False, **ONLY_RANK)
     assert isinstance(only_end(consumer.load("ours", BLOCKS, 2.0)).error, ContentMismatchError)
 
 
@@ -267,13 +269,13 @@ def test_a_drop_while_reading_is_reported_when_the_read_ended(
     draining(consumer, welcome)
     assert consumer.num_reads == 1
     released, ended = consumer.read_ended(READ, read_error, 1.0)
-    assert released == Send(PEER, Release("theirs", 3, False, 0, 1))
+    assert released == Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK))
     assert ended == LoadEnded("ours", "dropped", None, BLOCKS)
 
 
 # -- while the prompt is computed --------------------------------------------------------------------
 
-EARLY = Grant("theirs", 3, 1, 12, 8, ((14, 15),))
+EARLY = Grant("theirs", 3, guard_index=1, num_tokens=12, num_ready=8, block_ids=((14, 15),))
 ALL = (GroupBlocks(0, (30, 31, 32)),)
 
 
@@ -289,7 +291,9 @@ def waiting(consumer: ConsumerProtocol, welcome: Welcome) -> None:
 
 def test_ready_blocks_are_read_first_and_then_the_rest(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     waiting(consumer, welcome)
-    completed, read = consumer.receive(PEER, Progress("theirs", 3, 12, ((16,),)), 2.0)
+    completed, read = consumer.receive(
+        PEER, Progress("theirs", 3, num_ready=12, more_block_ids=((16,),)), 2.0
+    )
     assert completed == OfferCompleted("ours")
     assert isinstance(read, StartRead)
     assert read.pairs.table.tolist() == [[32 * 16, 16 * 16, 16]]
@@ -298,8 +302,10 @@ def test_ready_blocks_are_read_first_and_then_the_rest(consumer: ConsumerProtoco
 
 def test_a_block_is_read_when_its_last_token_is_ready(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     waiting(consumer, welcome)
-    assert consumer.receive(PEER, Progress("theirs", 3, 11, ((16,),)), 2.0) == []
-    assert isinstance(consumer.receive(PEER, Progress("theirs", 3, 12, ((),)), 3.0)[-1], StartRead)
+    assert consumer.receive(PEER, Progress("theirs", 3, num_ready=11, more_block_ids=((16,),)), 2.0) == []
+    assert isinstance(
+        consumer.receive(PEER, Progress("theirs", 3, num_ready=12, more_block_ids=((),)), 3.0)[-1], StartRead
+    )
 
 
 def test_progress_during_a_read_is_read_after_it(consumer: ConsumerProtocol, welcome: Welcome) -> None:
@@ -307,7 +313,9 @@ def test_progress_during_a_read_is_read_after_it(consumer: ConsumerProtocol, wel
     consumer.receive(PEER, EARLY, 0.0)
     (read,) = consumer.load("ours", ALL, 0.0)
     assert isinstance(read, StartRead)
-    assert consumer.receive(PEER, Progress("theirs", 3, 12, ((16,),)), 1.0) == [OfferCompleted("ours")]
+    assert consumer.receive(PEER, Progress("theirs", 3, num_ready=12, more_block_ids=((16,),)), 1.0) == [
+        OfferCompleted("ours")
+    ]
     (second,) = consumer.read_ended(read, None, 2.0)
     assert isinstance(second, StartRead)
 
@@ -320,10 +328,10 @@ def test_a_load_without_progress_ends(consumer: ConsumerProtocol, welcome: Welco
 @pytest.mark.parametrize(
     "progress",
     [
-        Progress("theirs", 3, 8, ((16,),)),
-        Progress("theirs", 3, 13, ((16,),)),
-        Progress("theirs", 3, 12, ((16,), ())),
-        Progress("theirs", 3, 12, ((16,) * MAX_GROUP_BLOCKS,)),
+        Progress("theirs", 3, num_ready=8, more_block_ids=((16,),)),
+        Progress("theirs", 3, num_ready=13, more_block_ids=((16,),)),
+        Progress("theirs", 3, num_ready=12, more_block_ids=((16,), ())),
+        Progress("theirs", 3, num_ready=12, more_block_ids=((16,) * MAX_GROUP_BLOCKS,)),
     ],
     ids=["no-more", "too-much", "other-groups", "too-many-blocks"],
 )
@@ -350,7 +358,7 @@ def test_every_wait_ends(
     assert not any(isinstance(action, Disconnect | LoadEnded) for action in consumer.advance(deadline - 0.1))
     assert consumer.next_deadline() <= deadline
     actions = consumer.advance(deadline)
-    assert (Send(PEER, Release("theirs", 3, False, 0, 1)) in actions) == releases
+    assert (Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK)) in actions) == releases
     assert (Disconnect(PEER) in actions) != releases
     assert isinstance(only_end(consumer.load("ours", BLOCKS, deadline)).error, TransferTimeoutError)
 

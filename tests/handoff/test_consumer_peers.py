@@ -62,6 +62,7 @@ from kvferry.transports.errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
+from tests.support.ranks import ONLY_RANK
 
 before_reading = pytest.mark.parametrize("reach", [connecting, claiming, granted])
 after_the_handshake = pytest.mark.parametrize("reach", [claiming, granted])
@@ -108,7 +109,7 @@ def test_a_restarted_node_is_a_different_node(consumer: ConsumerProtocol, welcom
     assert isinstance(error, StaleLeaseError)
     assert "restarted" in str(error)
     fresh = replace(OFFER, epoch=23)
-    assert only_message(consumer.claim("fresh", fresh, 1.0)) == Claim("theirs", 3, 0, 1)
+    assert only_message(consumer.claim("fresh", fresh, 1.0)) == Claim("theirs", 3, **ONLY_RANK)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_a_grant_of_fewer_tokens_than_promised_is_refused(
 ) -> None:
     claiming(consumer, welcome)
     assert only_message(consumer.receive(PEER, replace(GRANT, num_tokens=8, num_ready=8), 0.0)) == Release(
-        "theirs", 3, False, 0, 1
+        "theirs", 3, delivered=False, **ONLY_RANK
     )
     assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
 
@@ -253,7 +254,7 @@ def test_blocks_that_cannot_be_read_fail_the_load(
     claiming(consumer, welcome)
     consumer.receive(PEER, grant, 0.0)
     actions = consumer.load("ours", blocks, 0.0)
-    assert actions[0] == Send(PEER, Release("theirs", 3, False, 0, 1))
+    assert actions[0] == Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK))
     assert isinstance(only_end(actions).error, RegionError)
 
 
@@ -263,7 +264,7 @@ def test_a_load_without_blocks_ends_at_once(
 ) -> None:
     granted(consumer, welcome)
     released, ended = consumer.load("ours", blocks, 0.0)
-    assert released == Send(PEER, Release("theirs", 3, True, 0, 1))
+    assert released == Send(PEER, Release("theirs", 3, delivered=True, **ONLY_RANK))
     assert ended == LoadEnded("ours", "loaded", None, blocks)
 
 
@@ -368,7 +369,7 @@ def lose_the_late_rank(
     consumer.load("ours", BLOCKS, 0.0)
     actions = lose(consumer)
     assert isinstance(only_end(actions).error, TransferTimeoutError | PeerLostError)
-    assert Send(PEER, Release("theirs", 3, False, 0, 1)) in actions
+    assert Send(PEER, Release("theirs", 3, delivered=False, **ONLY_RANK)) in actions
 
 
 @pytest.mark.parametrize("lose", [time_out, hear_of_a_timeout])
@@ -382,8 +383,8 @@ def test_a_rank_that_answers_after_the_load_has_failed_is_released(
     consumer.connecting(LATE, LATE_PEER + 1, 5.0)
     consumer.peer_connected(LATE_PEER + 1, 5.0)
     assert consumer.receive(LATE_PEER + 1, welcome, 5.0) == [
-        Send(LATE_PEER + 1, Claim("theirs", 3, 0, 1)),
-        Send(LATE_PEER + 1, Release("theirs", 3, False, 0, 1)),
+        Send(LATE_PEER + 1, Claim("theirs", 3, **ONLY_RANK)),
+        Send(LATE_PEER + 1, Release("theirs", 3, delivered=False, **ONLY_RANK)),
     ]
 
 

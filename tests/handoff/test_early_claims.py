@@ -20,6 +20,7 @@ from kvferry.connector.handoff.messages import (
 )
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.transports.errors import KVTransferStateError
+from tests.support.ranks import ONLY_RANK
 
 TABLES = ((4, 5, 6),)
 PEER, OTHER = 1, 2
@@ -45,7 +46,7 @@ def denial(actions: list[Action]) -> str:
 
 
 def parked(producer: ProducerProtocol, peer: int = PEER, rank: int = 0, num_ranks: int = 1) -> None:
-    claim = Claim("r", 7, rank, num_ranks)
+    claim = Claim("r", 7, rank=rank, num_ranks=num_ranks)
     assert producer.receive(peer, claim, now=0.0) == [Send(peer, Parked("r", 7))]
 
 
@@ -53,14 +54,20 @@ def test_an_early_claim_is_granted_when_the_offer_comes(announced: ProducerProto
     parked(announced)
     guarded, granted = announced.offer("r", 7, TABLES, 12, now=2.0, content="c")
     assert isinstance(guarded, SetGuard)
-    assert granted == Send(PEER, Grant("r", 7, guarded.index, 12, 12, TABLES, "c"))
+    assert granted == Send(
+        PEER,
+        Grant("r", 7, guard_index=guarded.index, num_tokens=12, num_ready=12, block_ids=TABLES, content="c"),
+    )
     assert announced.num_announced == 0
 
 
 def test_an_early_claim_is_granted_when_the_offer_is_opened(announced: ProducerProtocol) -> None:
     parked(announced)
     guarded, granted = announced.open("r", 7, TABLES, 12, 4, "c")
-    assert granted == Send(PEER, Grant("r", 7, guarded.index, 12, 4, TABLES, "c"))
+    assert granted == Send(
+        PEER,
+        Grant("r", 7, guard_index=guarded.index, num_tokens=12, num_ready=4, block_ids=TABLES, content="c"),
+    )
 
 
 def test_an_early_claim_waits_for_as_long_as_its_request_is_known(
@@ -87,21 +94,21 @@ def test_without_claims_an_announcement_costs_nothing(announced: ProducerProtoco
 
 
 def test_a_claim_of_an_unannounced_offer_is_denied_at_once(announced: ProducerProtocol) -> None:
-    for claim in (Claim("r", 8, 0, 1), Claim("not r", 7, 0, 1)):
+    for claim in (Claim("r", 8, **ONLY_RANK), Claim("not r", 7, **ONLY_RANK)):
         assert "never made" in denial(announced.receive(PEER, claim, now=0.0))
-    assert announced.receive(PEER, Release("r", 8, False, 0, 1), now=0.0) == []
+    assert announced.receive(PEER, Release("r", 8, delivered=False, **ONLY_RANK), now=0.0) == []
 
 
 def test_a_second_early_claimant_is_denied(announced: ProducerProtocol) -> None:
     parked(announced)
-    assert "another consumer" in denial(announced.receive(OTHER, Claim("r", 7, 0, 1), now=0.0))
-    assert announced.receive(OTHER, Release("r", 7, False, 0, 1), now=0.0) == []
+    assert "another consumer" in denial(announced.receive(OTHER, Claim("r", 7, **ONLY_RANK), now=0.0))
+    assert announced.receive(OTHER, Release("r", 7, delivered=False, **ONLY_RANK), now=0.0) == []
     assert isinstance(only(announced.offer("r", 7, TABLES, 12, now=1.0)[1:]), Grant)
 
 
 def test_a_peer_can_hold_only_one_early_claim_of_an_offer(announced: ProducerProtocol) -> None:
     parked(announced, num_ranks=2)
-    assert "another rank" in denial(announced.receive(PEER, Claim("r", 7, 1, 2), now=0.0))
+    assert "another rank" in denial(announced.receive(PEER, Claim("r", 7, rank=1, num_ranks=2), now=0.0))
 
 
 def test_all_ranks_of_a_consumer_may_claim_early(announced: ProducerProtocol) -> None:
@@ -109,13 +116,13 @@ def test_all_ranks_of_a_consumer_may_claim_early(announced: ProducerProtocol) ->
     announced.receive(3, Hello(PROTOCOL_VERSION, "peer-1", 5, "d"), now=0.0)
     parked(announced, PEER, 0, 2)
     parked(announced, 3, 1, 2)
-    assert "no share" in denial(announced.receive(OTHER, Claim("r", 7, 2, 2), now=0.0))
+    assert "no share" in denial(announced.receive(OTHER, Claim("r", 7, rank=2, num_ranks=2), now=0.0))
     assert [type(action) for action in announced.offer("r", 7, TABLES, 12, now=1.0)] == [SetGuard, Send, Send]
 
 
 def test_an_early_release_ends_the_offer_as_soon_as_it_comes(announced: ProducerProtocol) -> None:
     parked(announced)
-    assert announced.receive(PEER, Release("r", 7, False, 0, 1), now=0.0) == []
+    assert announced.receive(PEER, Release("r", 7, delivered=False, **ONLY_RANK), now=0.0) == []
     announced.peer_lost(PEER, now=0.5)
     (ended,) = announced.offer("r", 7, TABLES, 12, now=1.0)
     assert isinstance(ended, OfferEnded)
@@ -124,7 +131,7 @@ def test_an_early_release_ends_the_offer_as_soon_as_it_comes(announced: Producer
 
 
 def test_an_early_release_without_a_claim_is_ignored(announced: ProducerProtocol) -> None:
-    announced.receive(PEER, Release("r", 7, False, 0, 1), now=0.0)
+    announced.receive(PEER, Release("r", 7, delivered=False, **ONLY_RANK), now=0.0)
     assert [type(action) for action in announced.offer("r", 7, TABLES, 12, now=1.0)] == [SetGuard]
 
 
@@ -149,7 +156,7 @@ def test_a_claim_of_a_withdrawn_offer_is_denied_at_once(announced: ProducerProto
     parked(announced)
     assert "lost its blocks" in denial(announced.withdraw(7))
     assert announced.next_deadline() == math.inf
-    assert "never made" in denial(announced.receive(PEER, Claim("r", 7, 0, 1), now=1.0))
+    assert "never made" in denial(announced.receive(PEER, Claim("r", 7, **ONLY_RANK), now=1.0))
     assert announced.withdraw(7) == []
 
 

@@ -34,19 +34,20 @@ from kvferry.connector.handoff.messages import (
 )
 from kvferry.transports.base import MAX_MESSAGE_BYTES
 from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from tests.support.ranks import ONLY_RANK
 
 EXAMPLES = [
     Hello(PROTOCOL_VERSION, "decode-0", 7, "abc"),
     Welcome(
         PROTOCOL_VERSION, "prefill-0", 9, "abc", {"model": "m", "block_size": 16}, {"layers": (1, ("a", {}))}
     ),
-    Claim("r", 1, 0, 1),
-    Grant("r", 1, 0, 20, 16, ((1, 2), ()), "abc"),
+    Claim("r", 1, **ONLY_RANK),
+    Grant("r", 1, guard_index=0, num_tokens=20, num_ready=16, block_ids=((1, 2), ()), content="abc"),
     Parked("r", 1),
-    Progress("r", 1, 20, ((3,), ())),
+    Progress("r", 1, num_ready=20, more_block_ids=((3,), ())),
     Deny("r", 1, "it is over"),
     Heartbeat((1, 2, MAX_LEASE)),
-    Release("r", 1, True, 0, 1),
+    Release("r", 1, delivered=True, **ONLY_RANK),
     Revoke("r", 1, "it expired"),
 ]
 BY_TAG = {msgpack.unpackb(encode(message))[0]: message for message in EXAMPLES}
@@ -294,7 +295,7 @@ def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str)
         (packed(1), "array of a tag"),
         (msgpack.packb({"a": 1}), "array of a tag"),
         (msgpack.packb(["Claim", {}, 1]), "array of a tag"),
-        (encode(Claim("r", 1, 0, 1)) + b"\x00", "not MessagePack"),
+        (encode(Claim("r", 1, **ONLY_RANK)) + b"\x00", "not MessagePack"),
         (b"\x91" * 5000 + b"\xc0", "not MessagePack"),
         (b"\x92\xa5Claim\x82\xa5lease\x01\xa5lease\x01", "'lease' appears twice"),
         (b"\x00" * (MAX_MESSAGE_BYTES + 1), "at most"),
@@ -315,17 +316,26 @@ def test_another_version_is_reported_before_anything_else(tag: str) -> None:
 
 
 def test_a_long_prompt_fits_into_a_message() -> None:
-    grant = Grant("r", 1, 0, 16 * MAX_GROUP_BLOCKS, 16 * MAX_GROUP_BLOCKS, (tuple(range(MAX_GROUP_BLOCKS)),))
+    grant = Grant(
+        "r",
+        1,
+        guard_index=0,
+        num_tokens=16 * MAX_GROUP_BLOCKS,
+        num_ready=16 * MAX_GROUP_BLOCKS,
+        block_ids=(tuple(range(MAX_GROUP_BLOCKS)),),
+    )
     assert decode(encode(grant)) == grant
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Claim("x" * (MAX_TEXT_CHARS + 1), 1, 0, 1),
-        Claim("r", 0, 0, 1),
-        Claim("\ud800", 1, 0, 1),
-        Grant("r", 1, 0, 1, 1, ((2**31 - 1,) * MAX_GROUP_BLOCKS,) * 8),
+        Claim("x" * (MAX_TEXT_CHARS + 1), 1, **ONLY_RANK),
+        Claim("r", 0, **ONLY_RANK),
+        Claim("\ud800", 1, **ONLY_RANK),
+        Grant(
+            "r", 1, guard_index=0, num_tokens=1, num_ready=1, block_ids=((2**31 - 1,) * MAX_GROUP_BLOCKS,) * 8
+        ),
         replace(EXAMPLES[1], layout={"x": object()}),
     ],
     ids=["long", "lease", "surrogate", "size", "object"],

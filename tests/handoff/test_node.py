@@ -24,6 +24,7 @@ from kvferry.connector.handoff.messages import PROTOCOL_VERSION, Claim, Grant, H
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.transports.errors import BackpressureError, IncompatiblePeerError, VersionMismatchError
+from tests.support.ranks import ONLY_RANK
 
 CONSUMER, PRODUCER = 1, 2
 OFFER = RemoteOffer("there", 22, "theirs", 3, ("sim://there",), 12, ((4, 5, 6),))
@@ -44,7 +45,7 @@ def node(identity: Identity, config: HandoffConfig) -> NodeProtocol:
 
 def test_messages_survive_the_wire_between_two_roles(node: NodeProtocol) -> None:
     node.producer.offer("r", 1, ((1,),), 4, 0.0)
-    (answer,) = node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
+    (answer,) = node.message_received(CONSUMER, encode(Claim("r", 1, **ONLY_RANK)), 0.0)
     assert isinstance(answer, Send)
     assert isinstance(decode(encode(answer.message)), Grant)
 
@@ -52,7 +53,7 @@ def test_messages_survive_the_wire_between_two_roles(node: NodeProtocol) -> None
 @pytest.mark.parametrize("data", [b"", b"garbage", msgpack.packb(["Claim", {"lease": True}])])
 def test_a_consumer_that_sends_garbage_loses_its_claims(node: NodeProtocol, data: bytes) -> None:
     node.producer.offer("r", 1, ((1,),), 4, 0.0)
-    node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
+    node.message_received(CONSUMER, encode(Claim("r", 1, **ONLY_RANK)), 0.0)
     actions = node.message_received(CONSUMER, data, 0.0)
     assert [type(action) for action in actions] == [Disconnect, ClearGuard, OfferEnded]
 
@@ -76,8 +77,15 @@ def test_a_producer_of_another_version_fails_the_load(node: NodeProtocol) -> Non
 
 
 def test_messages_of_the_other_role_are_ignored(node: NodeProtocol) -> None:
-    assert node.message_received(PRODUCER, encode(Claim("r", 1, 0, 1)), 0.0) == []
-    assert node.message_received(CONSUMER, encode(Grant("theirs", 3, 0, 12, 12, ((1,),))), 0.0) == []
+    assert node.message_received(PRODUCER, encode(Claim("r", 1, **ONLY_RANK)), 0.0) == []
+    assert (
+        node.message_received(
+            CONSUMER,
+            encode(Grant("theirs", 3, guard_index=0, num_tokens=12, num_ready=12, block_ids=((1,),))),
+            0.0,
+        )
+        == []
+    )
 
 
 def test_a_peer_to_which_sending_fails_is_dropped(node: NodeProtocol) -> None:
@@ -99,7 +107,7 @@ def test_a_changed_node_ends_everything_and_tells_its_new_digest(
     node: NodeProtocol, identity: Identity, welcome: Welcome
 ) -> None:
     node.producer.offer("r", 1, ((1,),), 4, 0.0)
-    node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
+    node.message_received(CONSUMER, encode(Claim("r", 1, **ONLY_RANK)), 0.0)
     changed = replace(identity, digest="another")
     actions = node.begin_anew(changed, "the weights changed")
     assert {action.peer_id for action in actions if isinstance(action, Disconnect)} == {CONSUMER, PRODUCER}

@@ -31,6 +31,7 @@ from kvferry.connector.handoff.messages import (
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.planning.layout import KVLayout
 from kvferry.transports.errors import KVTransferStateError
+from tests.support.ranks import ONLY_RANK
 
 TABLES = ((4, 5, 6),)
 PEER, OTHER = 1, 2
@@ -46,8 +47,8 @@ def offered(producer: ProducerProtocol, lease: int = 1, request_id: str = "r", n
 
 def claimed(producer: ProducerProtocol, lease: int = 1, now: float = 0.0) -> int:
     guard = offered(producer, lease, now=now)
-    assert producer.receive(PEER, Claim("r", lease, 0, 1), now) == [
-        Send(PEER, Grant("r", lease, guard, 12, 12, TABLES))
+    assert producer.receive(PEER, Claim("r", lease, **ONLY_RANK), now) == [
+        Send(PEER, Grant("r", lease, guard_index=guard, num_tokens=12, num_ready=12, block_ids=TABLES))
     ]
     return guard
 
@@ -69,7 +70,7 @@ def test_an_offer_sets_its_guard(producer: ProducerProtocol) -> None:
 
 def test_a_claim_is_granted_and_renews_the_lease(producer: ProducerProtocol) -> None:
     offered(producer)
-    (granted,) = producer.receive(PEER, Claim("r", 1, 0, 1), now=20.0)
+    (granted,) = producer.receive(PEER, Claim("r", 1, **ONLY_RANK), now=20.0)
     assert isinstance(granted, Send)
     assert isinstance(granted.message, Grant)
     assert producer.next_deadline() == 50.0
@@ -78,10 +79,9 @@ def test_a_claim_is_granted_and_renews_the_lease(producer: ProducerProtocol) -> 
 def test_an_answer_waits_for_its_first_claim_with_a_lease_of_its_own(producer: ProducerProtocol) -> None:
     producer.offer("r", 1, TABLES, 12, 0.0, is_answer=True)
     assert producer.next_deadline() == 60.0
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=59.0)
-    assert (
-        producer.next_deadline() == 89.0
-    )  # from now on it ends as any other offer if its consumer falls silent
+    producer.receive(PEER, Claim("r", 1, **ONLY_RANK), now=59.0)
+    # From now on it ends as any other offer if its consumer falls silent.
+    assert producer.next_deadline() == 89.0
 
 
 def test_an_answer_that_no_consumer_claims_expires(producer: ProducerProtocol) -> None:
@@ -103,7 +103,7 @@ def test_a_heartbeat_renews_the_lease(producer: ProducerProtocol, prepare) -> No
 @pytest.mark.parametrize(("delivered", "outcome"), [(True, "delivered"), (False, "aborted")])
 def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: bool, outcome: str) -> None:
     guard = claimed(producer)
-    cleared, ended = producer.receive(PEER, Release("r", 1, delivered, 0, 1), now=1.0)
+    cleared, ended = producer.receive(PEER, Release("r", 1, delivered=delivered, **ONLY_RANK), now=1.0)
     assert cleared == ClearGuard(guard)
     assert isinstance(ended, OfferEnded)
     assert (ended.request_id, ended.outcome) == ("r", outcome)
@@ -115,9 +115,9 @@ def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: b
 def test_a_release_without_a_claim_changes_nothing(producer: ProducerProtocol, delivered: bool) -> None:
     """A peer that only knows an offer's lease number cannot end the offer, before or after it is claimed."""
     offered(producer)
-    assert producer.receive(OTHER, Release("r", 1, delivered, 0, 1), now=1.0) == []
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=1.0)
-    assert producer.receive(OTHER, Release("r", 1, delivered, 0, 1), now=1.0) == []
+    assert producer.receive(OTHER, Release("r", 1, delivered=delivered, **ONLY_RANK), now=1.0) == []
+    producer.receive(PEER, Claim("r", 1, **ONLY_RANK), now=1.0)
+    assert producer.receive(OTHER, Release("r", 1, delivered=delivered, **ONLY_RANK), now=1.0) == []
     assert producer.num_offers == 1
 
 
@@ -195,7 +195,7 @@ def test_an_abort_clears_revokes_and_reports(producer: ProducerProtocol) -> None
 def test_shutdown_ends_everything(producer: ProducerProtocol) -> None:
     claimed(producer)
     offered(producer, lease=2, request_id="s")
-    producer.receive(OTHER, Claim("t", 3, 0, 1), now=1.0)
+    producer.receive(OTHER, Claim("t", 3, **ONLY_RANK), now=1.0)
     actions = producer.shutdown(now=1.0)
     assert [type(action) for action in actions].count(ClearGuard) == 2
     assert {action.request_id for action in actions if isinstance(action, OfferEnded)} == {"r", "s"}
@@ -211,20 +211,20 @@ def test_shutdown_ends_everything(producer: ProducerProtocol) -> None:
 
 def test_an_ended_offer_is_denied(producer: ProducerProtocol) -> None:
     claimed(producer)
-    producer.receive(PEER, Release("r", 1, True, 0, 1), now=1.0)
-    assert "is over" in denial(producer.receive(PEER, Claim("r", 1, 0, 1), now=2.0))
+    producer.receive(PEER, Release("r", 1, delivered=True, **ONLY_RANK), now=1.0)
+    assert "is over" in denial(producer.receive(PEER, Claim("r", 1, **ONLY_RANK), now=2.0))
 
 
 def test_a_lease_of_another_request_is_denied(producer: ProducerProtocol) -> None:
     offered(producer)
-    assert "was never made" in denial(producer.receive(PEER, Claim("not r", 1, 0, 1), now=1.0))
-    assert producer.receive(PEER, Release("not r", 1, True, 0, 1), now=1.0) == []
+    assert "was never made" in denial(producer.receive(PEER, Claim("not r", 1, **ONLY_RANK), now=1.0))
+    assert producer.receive(PEER, Release("not r", 1, delivered=True, **ONLY_RANK), now=1.0) == []
 
 
 def test_a_second_claimant_is_denied_and_can_do_nothing(producer: ProducerProtocol) -> None:
     claimed(producer)
-    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1, 0, 1), now=1.0))
-    assert producer.receive(OTHER, Release("r", 1, True, 0, 1), now=1.0) == []
+    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1, **ONLY_RANK), now=1.0))
+    assert producer.receive(OTHER, Release("r", 1, delivered=True, **ONLY_RANK), now=1.0) == []
     producer.receive(OTHER, Heartbeat((1,)), now=20.0)
     assert producer.next_deadline() == 30.0
 
@@ -253,7 +253,7 @@ def test_lease_numbers_only_grow(producer: ProducerProtocol) -> None:
 def opened(producer: ProducerProtocol) -> None:
     """Open an offer with 8 of 12 tokens ready, and let a consumer claim it."""
     producer.open("r", 1, ((4, 5),), 12, 8)
-    (granted,) = producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    (granted,) = producer.receive(PEER, Claim("r", 1, **ONLY_RANK), now=0.0)
     assert isinstance(granted, Send)
     assert isinstance(granted.message, Grant)
     assert (granted.message.num_tokens, granted.message.num_ready) == (12, 8)
@@ -263,7 +263,9 @@ def opened(producer: ProducerProtocol) -> None:
 def test_claimants_are_told_which_blocks_become_ready(producer: ProducerProtocol) -> None:
     opened(producer)
     assert producer.extend("r", ((4, 5),), 8) == []
-    assert producer.complete("r", TABLES, now=1.0) == [Send(PEER, Progress("r", 1, 12, ((6,),)))]
+    assert producer.complete("r", TABLES, now=1.0) == [
+        Send(PEER, Progress("r", 1, num_ready=12, more_block_ids=((6,),)))
+    ]
     assert producer.num_offers == 1
 
 
@@ -300,7 +302,7 @@ def two_ranks(producer: ProducerProtocol) -> ProducerProtocol:
         producer.receive(peer, Hello(PROTOCOL_VERSION, "pair", 6, "d"), now=0.0)
     offered(producer)
     for rank, peer in enumerate((3, 4)):
-        (granted,) = producer.receive(peer, Claim("r", 1, rank, 2), now=1.0)
+        (granted,) = producer.receive(peer, Claim("r", 1, rank=rank, num_ranks=2), now=1.0)
         assert isinstance(granted, Send)
         assert isinstance(granted.message, Grant)
     return producer
@@ -318,22 +320,28 @@ def outcome(actions: list[Action]) -> str:
 def test_an_offer_is_delivered_when_every_rank_has_loaded_it(
     two_ranks: ProducerProtocol, first: bool, second: bool, expected: str
 ) -> None:
-    assert two_ranks.receive(3, Release("r", 1, first, 0, 2), now=2.0) == []
-    assert two_ranks.receive(3, Release("r", 1, first, 0, 2), now=2.0) == []
-    assert outcome(two_ranks.receive(4, Release("r", 1, second, 1, 2), now=3.0)) == expected
+    assert two_ranks.receive(3, Release("r", 1, delivered=first, rank=0, num_ranks=2), now=2.0) == []
+    assert two_ranks.receive(3, Release("r", 1, delivered=first, rank=0, num_ranks=2), now=2.0) == []
+    assert (
+        outcome(two_ranks.receive(4, Release("r", 1, delivered=second, rank=1, num_ranks=2), now=3.0))
+        == expected
+    )
 
 
 def test_a_rank_that_is_lost_ends_only_its_own_share(two_ranks: ProducerProtocol) -> None:
     assert two_ranks.peer_lost(3, now=2.0) == []
     two_ranks.receive(4, Heartbeat((1,)), now=3.0)
     assert two_ranks.next_deadline() == 33.0
-    assert outcome(two_ranks.receive(4, Release("r", 1, True, 1, 2), now=4.0)) == "aborted"
+    assert (
+        outcome(two_ranks.receive(4, Release("r", 1, delivered=True, rank=1, num_ranks=2), now=4.0))
+        == "aborted"
+    )
 
 
 def test_the_wait_for_a_rank_that_never_claims_is_bounded(two_ranks: ProducerProtocol) -> None:
     offered(two_ranks, lease=2, request_id="s", now=1.0)
-    two_ranks.receive(3, Claim("s", 2, 0, 2), now=1.0)
-    two_ranks.receive(3, Release("s", 2, True, 0, 2), now=2.0)
+    two_ranks.receive(3, Claim("s", 2, rank=0, num_ranks=2), now=1.0)
+    two_ranks.receive(3, Release("s", 2, delivered=True, rank=0, num_ranks=2), now=2.0)
     assert any(
         isinstance(action, OfferEnded) and action.outcome == "expired" for action in two_ranks.advance(31.0)
     )
@@ -349,10 +357,10 @@ def test_every_rank_is_told_about_the_end(two_ranks: ProducerProtocol) -> None:
 @pytest.mark.parametrize(
     ("peer", "claim", "reason"),
     [
-        (3, Claim("r", 1, 0, 3), "another consumer"),
-        (3, Claim("r", 1, 1, 2), "another consumer"),
-        (3, Claim("r", 1, 2, 2), "no share for rank 2 of 2"),
-        (PEER, Claim("r", 1, 0, 2), "another consumer"),
+        (3, Claim("r", 1, rank=0, num_ranks=3), "another consumer"),
+        (3, Claim("r", 1, rank=1, num_ranks=2), "another consumer"),
+        (3, Claim("r", 1, rank=2, num_ranks=2), "no share for rank 2 of 2"),
+        (PEER, Claim("r", 1, rank=0, num_ranks=2), "another consumer"),
     ],
     ids=["another-number", "anothers-share", "no-such-rank", "another-node"],
 )
@@ -360,13 +368,18 @@ def test_a_contradictory_claim_is_denied(
     two_ranks: ProducerProtocol, peer: int, claim: Claim, reason: str
 ) -> None:
     assert reason in denial(two_ranks.receive(peer, claim, now=2.0))
-    assert two_ranks.receive(peer, Release("r", 1, True, claim.rank, claim.num_ranks), now=2.0) == []
+    assert (
+        two_ranks.receive(
+            peer, Release("r", 1, delivered=True, rank=claim.rank, num_ranks=claim.num_ranks), now=2.0
+        )
+        == []
+    )
     assert two_ranks.num_offers == 1
 
 
 def test_a_rank_cannot_claim_again_after_its_release(two_ranks: ProducerProtocol) -> None:
-    two_ranks.receive(3, Release("r", 1, True, 0, 2), now=2.0)
-    assert "over for this rank" in denial(two_ranks.receive(3, Claim("r", 1, 0, 2), now=3.0))
+    two_ranks.receive(3, Release("r", 1, delivered=True, rank=0, num_ranks=2), now=2.0)
+    assert "over for this rank" in denial(two_ranks.receive(3, Claim("r", 1, rank=0, num_ranks=2), now=3.0))
 
 
 # -- peers -------------------------------------------------------------------------------------------
@@ -394,11 +407,11 @@ def test_a_peer_that_says_nothing_is_dropped(producer: ProducerProtocol) -> None
 def test_a_peer_that_does_not_say_hello_first_is_dropped(producer: ProducerProtocol) -> None:
     offered(producer)
     producer.peer_connected(3, now=0.0)
-    assert producer.receive(3, Claim("r", 1, 0, 1), now=0.0) == [Disconnect(3)]
-    assert producer.receive(3, Claim("r", 1, 0, 1), now=0.0) == []
+    assert producer.receive(3, Claim("r", 1, **ONLY_RANK), now=0.0) == [Disconnect(3)]
+    assert producer.receive(3, Claim("r", 1, **ONLY_RANK), now=0.0) == []
 
 
 def test_an_unknown_peer_is_ignored(producer: ProducerProtocol) -> None:
     offered(producer)
-    assert producer.receive(99, Claim("r", 1, 0, 1), now=0.0) == []
+    assert producer.receive(99, Claim("r", 1, **ONLY_RANK), now=0.0) == []
     assert producer.receive(99, Hello(PROTOCOL_VERSION, "x", 5, "d"), now=0.0) == []

@@ -25,11 +25,12 @@ from kvferry.connector.handoff.events import (
 )
 from kvferry.connector.handoff.messages import Claim, Deny, Grant, Parked, Release, Welcome
 from kvferry.connector.handoff.producer import ProducerProtocol
+from tests.support.ranks import ONLY_RANK
 
 TABLES = ((4, 5, 6),)
 PEER, OTHER = 1, 2
 NAME, LEASE, GUARD_VALUE = "5" * 32, 77, 123
-CLAIM = Claim(NAME, LEASE, 0, 1, rendezvous=True)
+CLAIM = Claim(NAME, LEASE, **ONLY_RANK, rendezvous=True)
 
 
 def denials(actions: list[Action]) -> list[str]:
@@ -53,7 +54,19 @@ def test_a_claim_that_comes_before_its_request_is_granted_when_the_offer_is_made
     guarded, granted = producer.open("r", LEASE, TABLES, 12, 4, "c", GUARD_VALUE)
     # The lease number came from outside, so the guard holds a number that the producer drew.
     assert guarded == SetGuard(1, GUARD_VALUE, "r")
-    assert granted == Send(PEER, Grant(NAME, LEASE, 1, 12, 4, TABLES, "c", GUARD_VALUE))
+    assert granted == Send(
+        PEER,
+        Grant(
+            NAME,
+            LEASE,
+            guard_index=1,
+            num_tokens=12,
+            num_ready=4,
+            block_ids=TABLES,
+            content="c",
+            guard_value=GUARD_VALUE,
+        ),
+    )
 
 
 def test_a_claim_waits_for_its_request_within_a_bound_and_is_answered_meanwhile(
@@ -89,7 +102,7 @@ def test_a_claim_of_a_rendezvous_that_is_over_is_denied_at_once(producer: Produc
 
 def test_a_consumer_that_leaves_before_the_request_comes_costs_no_blocks(producer: ProducerProtocol) -> None:
     producer.receive(PEER, CLAIM, now=0.0)
-    producer.receive(PEER, Release(NAME, LEASE, False, 0, 1), now=0.1)
+    producer.receive(PEER, Release(NAME, LEASE, delivered=False, **ONLY_RANK), now=0.1)
     producer.announce("r", LEASE, NAME, now=0.2)
     assert [type(action) for action in made(producer)] == [OfferEnded]
 
@@ -122,7 +135,7 @@ def test_the_number_of_claims_that_wait_is_bounded(identity: Identity, config: H
     hello = _hello(consumer)
     producer.receive(PEER, hello, now=0.0)
     actions = [
-        producer.receive(PEER, Claim(f"{number}", number, 0, 1, rendezvous=True), now=0.0)
+        producer.receive(PEER, Claim(f"{number}", number, **ONLY_RANK, rendezvous=True), now=0.0)
         for number in (1, 2, 3)
     ]
     assert [len(denials(answer)) for answer in actions] == [0, 0, 1]
@@ -165,7 +178,16 @@ def claiming(consumer: ConsumerProtocol, welcome: Welcome) -> list[Action]:
 def test_the_grant_says_what_the_guard_holds(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     assert claiming(consumer, welcome) == [Send(PEER, CLAIM)]
     consumer.load("ours", BLOCKS, 0.0)
-    grant = Grant(NAME, LEASE, 1, 12, 12, TABLES, "c", GUARD_VALUE)
+    grant = Grant(
+        NAME,
+        LEASE,
+        guard_index=1,
+        num_tokens=12,
+        num_ready=12,
+        block_ids=TABLES,
+        content="c",
+        guard_value=GUARD_VALUE,
+    )
     (read,) = consumer.receive(PEER, grant, 1.0)
     assert isinstance(read, StartRead)
     assert (read.guard.index, read.guard.value) == (1, GUARD_VALUE)

@@ -62,17 +62,19 @@ def offer() -> Offer:
 
 def test_an_offers_repr_shows_its_state_and_hides_its_number(offer: Offer) -> None:
     assert repr(offer) == "<offer of request 'r': announced, 0 read>"
-    offer.open(Grant("r", LEASE, 0, 12, 8, ((4, 5),)))
+    offer.open(Grant("r", LEASE, guard_index=0, num_tokens=12, num_ready=8, block_ids=((4, 5),)))
     assert repr(offer) == "<offer of request 'r': open, 8 of 12 tokens ready, 0 read>"
 
 
 def test_an_offer_is_claimed_while_a_rank_reads_it(offer: Offer) -> None:
-    offer.offer(Grant("r", LEASE, 0, 12, 12, ((4, 5, 6),)), now=0.0)
+    offer.offer(
+        Grant("r", LEASE, guard_index=0, num_tokens=12, num_ready=12, block_ids=((4, 5, 6),)), now=0.0
+    )
     first = ConsumerPeer(1, "there", 5)
     assert offer.state is OfferState.OFFERED
-    assert offer.claim(first, Claim("r", LEASE, 0, 2), now=0.0) == ""
+    assert offer.claim(first, Claim("r", LEASE, rank=0, num_ranks=2), now=0.0) == ""
     assert offer.state is OfferState.CLAIMED
-    offer.release(first, Release("r", LEASE, True, 0, 2))
+    offer.release(first, Release("r", LEASE, delivered=True, rank=0, num_ranks=2))
     assert offer.state is OfferState.OFFERED  # the other rank is still to come
 
 

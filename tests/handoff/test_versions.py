@@ -44,6 +44,7 @@ from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.planning.layout import KVLayout
 from kvferry.connector.planning.slots import SlotArray
 from kvferry.transports.errors import KVTransferError, ProtocolError, VersionMismatchError
+from tests.support.ranks import ONLY_RANK
 
 ADDRESS, PEER = "sim://there", 1
 OFFER = RemoteOffer("there", 22, "theirs", 3, (ADDRESS,), 12, ((4, 5, 6),))
@@ -57,18 +58,24 @@ FIELDS_OF_6: dict[str, tuple[Message, set[str]]] = {
         {"version", "engine_id", "epoch", "digest", "fields", "layout"},
     ),
     "Claim": (
-        Claim("r", 1, 0, 1, f"00-{'5' * 32}-{'6' * 16}-01"),
+        Claim("r", 1, **ONLY_RANK, traceparent=f"00-{'5' * 32}-{'6' * 16}-01"),
         {"request_id", "lease", "rank", "num_ranks"},
     ),
     "Grant": (
-        Grant("r", 1, 0, 4, 4, ((1,),), "c"),
+        Grant("r", 1, guard_index=0, num_tokens=4, num_ready=4, block_ids=((1,),), content="c"),
         {"request_id", "lease", "guard_index", "num_tokens", "num_ready", "block_ids", "content"},
     ),
     "Parked": (Parked("r", 1), {"request_id", "lease"}),
-    "Progress": (Progress("r", 1, 4, ((1,),)), {"request_id", "lease", "num_ready", "more_block_ids"}),
+    "Progress": (
+        Progress("r", 1, num_ready=4, more_block_ids=((1,),)),
+        {"request_id", "lease", "num_ready", "more_block_ids"},
+    ),
     "Deny": (Deny("r", 1, "over"), {"request_id", "lease", "reason"}),
     "Heartbeat": (Heartbeat((1,)), {"leases"}),
-    "Release": (Release("r", 1, True, 0, 1), {"request_id", "lease", "delivered", "rank", "num_ranks"}),
+    "Release": (
+        Release("r", 1, delivered=True, **ONLY_RANK),
+        {"request_id", "lease", "delivered", "rank", "num_ranks"},
+    ),
     "Revoke": (Revoke("r", 1, "over"), {"request_id", "lease", "reason"}),
 }
 ADDED_BY_7 = {

@@ -132,9 +132,8 @@ def test_no_byte_lands_after_a_read_from_a_stopped_owner_has_ended(reader: Reade
     address = said(owner)
     peer_id = reader.connect(address)
     assert reader.end_of(reader.start_read(peer_id, 20)).error is None
-    reader.serve_for(
-        0.5
-    )  # until the owner sleeps on its sockets: stopped in the middle of UCX's work it may be aborted
+    # Until the owner sleeps on its sockets: stopped in the middle of UCX's work it may be aborted.
+    reader.serve_for(0.5)
     owner.send_signal(signal.SIGSTOP)
     ended = reader.end_of(reader.start_read(peer_id, 0.2))
     assert isinstance(ended.error, TransferTimeoutError)

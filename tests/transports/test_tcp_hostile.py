@@ -390,7 +390,8 @@ def test_frames_in_small_pieces_are_understood(world: World, node: Node, owner: 
     data = np.arange(1000, dtype=np.uint8).tobytes()
     for byte in message + Slice(tag, 1000).encode():
         peer.send(bytes([byte]))
-        world.serve_quietly() if byte == 7 else None
+        if byte == 7:
+            world.serve_quietly()
     peer.send(data[:1])
     world.serve_quietly()
     peer.send(data[1:])

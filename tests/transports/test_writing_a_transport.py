@@ -218,9 +218,8 @@ def test_the_page_writes_nothing_after_a_read_has_timed_out(world: World) -> Non
     transfer_id = link.consumer.endpoint.start_read(
         link.producer_id, pairs_of((0, 0, POOL_BYTES)), HELD, timeout_s=0.01
     )
-    world.serve(
-        lambda: bool(link.consumer.ends_of(transfer_id)), link.consumer
-    )  # the producer does not answer
+    # The producer does not answer.
+    world.serve(lambda: bool(link.consumer.ends_of(transfer_id)), link.consumer)
     assert isinstance(link.consumer.ends_of(transfer_id)[0].error, TransferTimeoutError)
     before = link.consumer.memory().copy()
     # The late answer has come when that of a second read has: they use the same connection.

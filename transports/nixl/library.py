@@ -294,9 +294,8 @@ class Agent:
             self._agent, failure = _called(nixl.make)
             if failure is not None:
                 raise TransportError(f"cannot make a NIXL agent: {failure}")
-            self._reference = weakref.ref(
-                self._agent.agent
-            )  # NIXL's own object, which each handle refers to as well
+            # NIXL's own object, which each handle refers to as well.
+            self._reference = weakref.ref(self._agent.agent)
             try:
                 for part in memory:
                     self._register(part)

@@ -73,9 +73,8 @@ class ZeroMQBackend(Backend[Connection]):
             self._poller = Poller()
             opened.callback(self._poller.close)
             if self._mover.fileno() >= 0:
-                self._poller.watch(
-                    self._mover, lambda: None
-                )  # it only has to end the wait: `turn` polls the mover
+                # It only has to end the wait: `turn` polls the mover.
+                self._poller.watch(self._mover, lambda: None)
             self._sockets = Sockets(options, security, self._poller, self, peers.log)
             opened.pop_all()
         self._lookups = Lookups(peers, self._poller, self._dial)

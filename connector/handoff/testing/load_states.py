@@ -15,7 +15,7 @@ from ..messages import Claim, Grant, Hello, Message, Welcome
 PEER = 7
 ADDRESS = "sim://there"
 OFFER = RemoteOffer("there", 22, "theirs", 3, (ADDRESS,), 12, ((4, 5, 6),))
-GRANT = Grant("theirs", 3, 1, 12, 12, ((14, 15, 16),))
+GRANT = Grant("theirs", 3, guard_index=1, num_tokens=12, num_ready=12, block_ids=((14, 15, 16),))
 BLOCKS = (GroupBlocks(1, (31, 32)),)
 #: The read of BLOCKS under GRANT: one run of two blocks of two 8-byte pages.
 PAIRS = RegionPairs(np.array([[31 * 16, 15 * 16, 32]]))
@@ -45,7 +45,7 @@ def connecting(consumer: ConsumerProtocol, welcome: Welcome) -> None:
 def claiming(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     connecting(consumer, welcome)
     assert isinstance(only_message(consumer.peer_connected(PEER, 0.0)), Hello)
-    assert only_message(consumer.receive(PEER, welcome, 0.0)) == Claim("theirs", 3, 0, 1)
+    assert only_message(consumer.receive(PEER, welcome, 0.0)) == Claim("theirs", 3, rank=0, num_ranks=1)
 
 
 def granted(consumer: ConsumerProtocol, welcome: Welcome) -> None:

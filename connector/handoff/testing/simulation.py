@@ -73,13 +73,11 @@ class Simulation(SimulatedWorld):
         self.outcomes: Counter[str] = Counter()
         self._classes = (producer_class, consumer_class)
         self._contents: dict[OfferName, list[Bytes]] = {}
-        self._weights: defaultdict[OfferName, set[str]] = defaultdict(
-            set
-        )  # digests of the ranks that computed it
+        # Digests of the ranks that computed it.
+        self._weights: defaultdict[OfferName, set[str]] = defaultdict(set)
         self._made: list[RemoteOffer] = []
-        self._meetings: list[
-            RemoteOffer
-        ] = []  # rendezvous that were claimed, and whose request may still come
+        # Rendezvous that were claimed, and whose request may still come.
+        self._meetings: list[RemoteOffer] = []
         self._loaded: defaultdict[OfferName, set[tuple[str, int]]] = defaultdict(set)
         for address, spread in zip(("sim://a", "sim://b", "sim://c"), spreads, strict=True):
             self.engines[address] = self._new_engine(address, spread)
@@ -488,9 +486,8 @@ class Simulation(SimulatedWorld):
             layout = simulated_layout(spread, number, is_uniform=address != "sim://c")
             identity = Identity(address, engine.epoch, compatibility.digest(fields), fields, layout)
             if address == "sim://b":
-                identity = replace(
-                    identity, spoken=SPOKEN_VERSIONS[:-1]
-                )  # a node that is still to be upgraded
+                # A node that is still to be upgraded.
+                identity = replace(identity, spoken=SPOKEN_VERSIONS[:-1])
             protocol = NodeProtocol(
                 producer_class(identity, _CONFIG, NUM_GUARDS),
                 consumer_class(identity, _CONFIG, number, spread.num_ranks),
