@@ -53,16 +53,17 @@ def add(commands: Any) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell that will run the script")
+    parser.set_defaults(commands=commands.choices)  # of all commands, when `run` is called
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    from .main import commands_of, make_parser
-
+    commands = arguments.commands
     # A program whose packages are not installed has no options to complete.
-    installed = {name for name, program in PROGRAMS.items() if not program.missing()}
-    commands = commands_of(make_parser(with_options=installed))
+    for name, program in PROGRAMS.items():
+        if not program.missing():
+            program.configure(commands[name])
     print(
         fish(commands) if arguments.shell == "fish" else bash(commands, is_zsh=arguments.shell == "zsh"),
         end="",

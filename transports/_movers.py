@@ -25,7 +25,7 @@ import numpy as np
 
 from ._copy import copy_regions, gather_regions, scatter_regions
 from .errors import KVTransferError
-from .regions import AddressArray, Int64Array, MemoryKind, Pool
+from .regions import AddressArray, Int64Array, MemoryKind
 
 #: How long an endpoint waits at most while tickets are open: an error of a GPU may suppress the signal of a copy's end.
 MAX_WAIT_S = 0.005
@@ -162,23 +162,6 @@ class Mover(ABC):
 
     def close(self) -> None:  # noqa: B027 - see `poll`
         """Drain, and free the rings. A second call does nothing."""
-
-
-def mover_for(pool: Pool, buffer_bytes: int, staging_bytes: int) -> Mover:
-    """Make the mover of a pool.
-
-    Args:
-        buffer_bytes: Size of the buffers: the largest slice.
-        staging_bytes: Pinned memory per direction, for a pool on a GPU.
-
-    Raises:
-        ConfigurationError, BackendUnavailableError: see `CudaMover`.
-    """
-    if pool.kind == "host":
-        return HostMover(buffer_bytes)
-    from ._cuda_mover import CudaMover  # a process without a GPU never needs it
-
-    return CudaMover(pool, buffer_bytes, staging_bytes)
 
 
 class HostMover(Mover):

@@ -143,6 +143,23 @@ class ServedPool(RegisteredPool):
             self.mover.start_scatter(targets, np.frombuffer(data, dtype=np.uint8).ctypes.data, lengths)
 
 
+def mover_for(pool: Pool, buffer_bytes: int, staging_bytes: int) -> Mover:
+    """Make the mover of a pool.
+
+    Args:
+        buffer_bytes: Size of the buffers: the largest slice.
+        staging_bytes: Pinned memory per direction, for a pool on a GPU.
+
+    Raises:
+        ConfigurationError, BackendUnavailableError: see `CudaMover`.
+    """
+    if pool.kind == "host":
+        return HostMover(buffer_bytes)
+    from ._cuda_mover import CudaMover  # a process without a GPU never needs it
+
+    return CudaMover(pool, buffer_bytes, staging_bytes)
+
+
 def require_slice(num_bytes: int, max_slice_bytes: int) -> None:
     """Check the size of a slice that a peer fetches.
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from .._busy_poll import BusyPoll
 from .._descriptors import warn_if_few
-from .._movers import MAX_WAIT_S, Mover, mover_for
+from .._movers import MAX_WAIT_S, Mover
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerState, PeerTable, Read
 from ..errors import (
@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..network import Found, HostStreamBackend
 from ..regions import Pool
-from ..serving import HostTransport, PeerPool, ServedPool
+from ..serving import HostTransport, PeerPool, ServedPool, mover_for
 from ..streams import FrameSocket, KeepAlive
 from .iovec import Wait
 from .options import SCHEME, Address, TcpOptions

@@ -18,7 +18,7 @@ from functools import partial
 
 from .._busy_poll import BusyPoll
 from .._descriptors import Reserve, warn_if_few
-from .._movers import MAX_WAIT_S, Mover, mover_for
+from .._movers import MAX_WAIT_S, Mover
 from .._outside import survived
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerTable, Read
@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..network import PlainStreamBackend
 from ..regions import Pool
-from ..serving import HostTransport, PeerPool, ServedPool
+from ..serving import HostTransport, PeerPool, ServedPool, mover_for
 from ..streams import FrameSocket, KeepAlive
 from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
 from .options import SCHEME, Address, UCXOptions

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from .._movers import MAX_WAIT_S, Mover, mover_for
+from .._movers import MAX_WAIT_S, Mover
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Backend, Peer, PeerTable, Read
 from ..errors import BackpressureError, KVTransferError, ProtocolError, VersionMismatchError
 from ..network import Found, Lookups
 from ..regions import Pool
-from ..serving import HostTransport, PeerPool, ServedPool
+from ..serving import HostTransport, PeerPool, ServedPool, mover_for
 from ..streams import Poller
 from .channel import Channel
 from .frames import Frame
