@@ -46,6 +46,9 @@ Failures
     may run out of file descriptors. Then it raises a `BackpressureError` that names the limit and the remedy,
     and everything else goes on.
 
+What must never break: bytes that a read reports without an error are those that the guard vouched for, and after its
+end nothing writes into its regions.
+
 To write a transport, do not implement `Endpoint` directly. `transports.endpoint` implements it once, with all
 promises about order and deadlines, and needs a small backend. `docs/writing-a-transport.md` shows how, step
 by step.

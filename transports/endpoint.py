@@ -23,6 +23,8 @@ reports. A backend may report the same thing twice, or late. A report about a pe
 that has ended, changes nothing. The second end of a read is logged, because it means that the backend may
 have written into memory that no longer belonged to it.
 
+What must never break: each read that was accepted ends once, before its peer is lost, and nothing follows the loss.
+
 The cost of one event does not depend on the number of peers: nothing here walks over all of them, except
 `close`.
 

@@ -232,11 +232,11 @@ class TestWritingAConnector:
         assert "skipped" not in done.stdout
 
 
-def test_each_file_of_the_reading_guide_begins_with_its_promises() -> None:
+def test_each_file_of_the_reading_guide_begins_with_what_must_never_break() -> None:
     rows = re.findall(
         r"^\| \d+ \| `(.*?)` \|", (ROOT / "docs" / "reading-guide.md").read_text(), flags=re.MULTILINE
     )
-    assert len(rows) == 14
+    assert 1 < len(rows) <= 14
     for name in rows:
         documented = ast.get_docstring(ast.parse((ROOT / name).read_text())) or ""
-        assert len(documented.splitlines()) > 3, name
+        assert "What must never break:" in documented, name
