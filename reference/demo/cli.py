@@ -286,8 +286,9 @@ def _transfer_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
 def _ways(is_default: bool, router: str) -> tuple[Way, ...]:
     if router != "kvferry":
         return (Way.IN_TURN,)
-    # Both, so that the table shows what the router's default way is worth.
-    return (Way.IN_TURN, Way.DEFAULT) if is_default else (Way.DEFAULT,)
+    # Both, so that the table shows what the router's default way is worth. The default comes first: users see its answers as
+    # they come, and `--keep` names its router.
+    return (Way.DEFAULT, Way.IN_TURN) if is_default else (Way.DEFAULT,)
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:

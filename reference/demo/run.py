@@ -171,11 +171,15 @@ def _ask_pair(
     answers: dict[Way, list[Answer]] = {}
     for way, router in routers.items():
         display: Display
+        if way is Way.DEFAULT:
+            say(
+                "\nasking the pair in the router's default way: first token from the prefill node, prompts chunk by chunk"
+            )
         if answers:
             say(
-                "\nasking the pair again, in the router's default way: first token from the prefill node, prompts chunk by chunk"
+                "\nto compare, asking the pair again: one node after the other, all tokens from the decode node"
             )
-            display = Whole(f"{way.value} way", len(options.prompts), is_silent=True)
+            display = Whole(way.value, len(options.prompts), is_silent=True)
         elif options.concurrency == 1:
             display = Streaming()
         else:

@@ -17,7 +17,7 @@ DO_REMOTE_DECODE = {"do_remote_decode": True}
 
 
 def test_only_our_router_asks_both_nodes_at_once() -> None:
-    assert parse_arguments([]).ways == (Way.IN_TURN, Way.DEFAULT)
+    assert parse_arguments([]).ways == (Way.DEFAULT, Way.IN_TURN)
     assert parse_arguments(["--router", "vllm-router"]).ways == (Way.IN_TURN,)
 
 

@@ -85,8 +85,8 @@ def test_without_options_it_answers_sensibly_and_the_default_way_shows(tmp_path:
     done = run_demo("--json", str(out), timeout_s=400.0)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["requests"]
-    assert [record["way"] for record in records] == ["in turn", "default"] * 2
-    short, _, whole, by_chunk = records
+    assert [record["way"] for record in records] == ["default", "in turn"] * 2
+    short, _, by_chunk, whole = records
     assert by_chunk["token_ids"] == whole["token_ids"]
     assert "boat" in short["text"]
     assert whole["text"].strip().endswith("Ada Lind.")
