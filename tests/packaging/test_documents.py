@@ -178,6 +178,31 @@ def _shown(value: object) -> str:
     return f"`{value}`" if isinstance(value, str) else f"{value:g} s"
 
 
+def _tables_of_options(document: Path) -> list[list[list[str]]]:
+    """Return the tables that people wrote about options: rows of cells, without their headings."""
+    tables = re.findall(
+        r"^\| (?:option|key \| default).*\n\|[-|]+\n((?:\|.*\n)+)", document.read_text(), re.MULTILINE
+    )
+    return [[row.strip("|").split("|") for row in table.splitlines()] for table in tables]
+
+
+def test_tables_of_options_have_options_that_exist_and_their_defaults() -> None:
+    """`docs/reference` has them all, and is written from the code."""
+    reference = _page("reference/command-line") + _page("reference/configuration")
+    compared = 0
+    for document in (path for path in DOCUMENTS if path.parent.name != "reference"):
+        for name_cell, second, *_ in (row for table in _tables_of_options(document) for row in table):
+            for name in re.findall(r"`(--[\w-]+|[a-z]+_\w+)`", name_cell):
+                known = [line for line in reference.splitlines() if re.match(rf"\| `{name}\b", line)]
+                assert known, f"{document.name}: {name}"
+                if re.fullmatch(r" \d+ ", second):
+                    assert any(f"default: {second.strip()}" in line for line in known), (
+                        f"{document.name}: {name}"
+                    )
+                compared += 1
+    assert compared >= 15
+
+
 def test_documents_name_only_metrics_that_exist() -> None:
     """`docs/metrics.md` has them all, and is written from the code."""
     known = set(re.findall(r"`(kvferry_\w+)`", _page("metrics")))
