@@ -70,6 +70,8 @@ def _answers(url: str) -> bool:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
+    # The launcher may both signal and hang up. A second reason to end must not end this wait, which would leave the server behind.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server.terminate()
     try:
         server.wait(STOP_S)
