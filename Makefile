@@ -30,6 +30,8 @@ DOCKER_TARGET ?= cpu
 TRANSPORTS ?= zeromq tcp ucx
 # Test files that run at the same time. Two save time because many tests wait for other processes to start, stop or time out.
 TEST_WORKERS ?= 2
+# The tests of a file share servers and models, so they run in one process.
+BY_FILE = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## list the targets
@@ -59,9 +61,12 @@ demo: $(READY) $(if $(filter vllm-router,$(ROUTER)),build/vllm-router) ## let on
 	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) --router $(ROUTER) $(DEMO_ARGS)
 
 # A test that hangs inside a library's call is not interrupted by its own timeout. Then the process of the test ends.
-.PHONY: test
-test: $(READY) ## run every test that this machine can run (minutes)
-	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+.PHONY: test test-all
+test: TESTS := not full
+test: ## run the tests that each change must pass (six minutes)
+test-all: ## run every test that this machine can run (half an hour)
+test test-all: $(READY)
+	$(BIN)/python -m pytest -m "$(TESTS)" $(BY_FILE) \
 		-o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true $(TEST_ARGS)
 
 .PHONY: promtool
@@ -118,8 +123,8 @@ build/helm/helm: constraints.txt
 
 .PHONY: test-transports
 test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
-	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
-		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
+	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e -m "" $(BY_FILE) \
+		-k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e/test_chaos.py -m "" \
 		-k "shm or auto" $(TEST_ARGS)
 
@@ -130,8 +135,8 @@ build/nixl: constraints.txt
 
 .PHONY: test-nixl
 test-nixl: $(READY) build/nixl ## run the tests of the transport nixl (downloads 60 MB)
-	PYTHONPATH=build/nixl $(BIN)/python -m pytest tests/transports tests/e2e/test_exits.py -m "" -n $(TEST_WORKERS) --dist loadfile \
-		--no-loadscope-reorder -k "nixl or NIXL" $(TEST_ARGS)
+	PYTHONPATH=build/nixl $(BIN)/python -m pytest tests/transports tests/e2e/test_exits.py -m "" $(BY_FILE) \
+		-k "nixl or NIXL" $(TEST_ARGS)
 
 .PHONY: test-rdma
 test-rdma: $(READY) ## run ucx and nixl over RDMA verbs in virtual machines, and write build/rdma.md (15 minutes)

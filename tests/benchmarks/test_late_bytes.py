@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow  # it waits a second per way for bytes that never arrive
+@pytest.mark.full
 def test_no_byte_lands_after_the_end_of_a_read_over_tcp(tmp_path: Path) -> None:
     json_file = tmp_path / "lines.json"
     command = [sys.executable, "benchmarks/late_bytes.py", "--repeats", "1", "--only", "kvferry tcp"]

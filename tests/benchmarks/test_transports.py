@@ -110,6 +110,7 @@ def test_the_table_and_the_plot_name_every_contender(run):
 
 
 @pytest.mark.slow  # it waits for events that never arrive
+@pytest.mark.full
 def test_a_node_with_idle_peers_is_compared_with_one_without(tmp_path):
     json_file = tmp_path / "lines.json"
     tiny = [

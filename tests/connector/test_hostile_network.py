@@ -120,7 +120,10 @@ def test_a_grant_whose_block_id_was_changed_is_not_believed(connector: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("marker", [b"Hello", b"Welcome", b"Claim", b"Grant"])
+@pytest.mark.parametrize(
+    "marker",
+    [*(pytest.param(kind, marks=pytest.mark.full) for kind in (b"Hello", b"Welcome", b"Claim")), b"Grant"],
+)
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_no_load_believes_a_control_message_in_which_a_bit_was_flipped(connector: str, marker: bytes) -> None:
     with hostile_network(connector, ["flip"], rate=1.0, marker=marker) as network:
@@ -129,7 +132,7 @@ def test_no_load_believes_a_control_message_in_which_a_bit_was_flipped(connector
         assert network.proxy.num_faults > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("connector", ["ZeroMQConnector", "TcpConnector"])
 def test_the_same_holds_between_gpus(gpu_pools: GpuPools, connector: str) -> None:
     """Afterwards every copy has ended, and every staging buffer is back."""

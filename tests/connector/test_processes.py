@@ -164,6 +164,7 @@ class TestAnotherVersion:
 
 @pytest.mark.slow
 class TestKilledProducer:
+    @pytest.mark.full
     def test_after_a_delivery_and_before_a_claim(self, consumer: ModelFreeNode) -> None:
         """One test for both, because starting a child takes seconds."""
         with child() as producer:
@@ -186,6 +187,7 @@ class TestKilledProducer:
             consumer.finish(request, blocks, "error")
             assert_whole(consumer)
 
+    @pytest.mark.full
     def test_between_grant_and_read(self, consumer: ModelFreeNode) -> None:
         with child() as producer:
             request = Request("d", 18, producer.ask("prefill", "p", 18, 3))
@@ -219,6 +221,7 @@ class TestKilledProducer:
             consumer.finish(request, blocks, "stop")
             assert_whole(consumer)
 
+    @pytest.mark.full
     def test_restarted_at_its_address(self, consumer: ModelFreeNode) -> None:
         address = f"shm://@kvferry-test-{os.getpid()}"
         with child(address=address) as first:

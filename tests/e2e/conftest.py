@@ -2,7 +2,8 @@
 
 A test that needs a pair of nodes is written once for all transports (the fixture `transport`). The variable CONNECTORS
 names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, tests marked `every_transport` run over each
-transport, and the others over shared memory.
+transport, and the others over shared memory. Those marked `every_transport(full=True)` show with other transports
+nothing that `tests/transports` does not show: `make test` runs them over shared memory, and `make test-all` over each.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
-        in_core = metafunc.definition.get_closest_marker("every_transport") is not None
-        names = os.environ.get("CONNECTORS", " ".join(TRANSPORTS) if in_core else "shm").split()
-        metafunc.parametrize("transport", [over(name) for name in names], indirect=True, scope="session")
+        every = metafunc.definition.get_closest_marker("every_transport")
+        names = os.environ.get("CONNECTORS", " ".join(TRANSPORTS) if every else "shm").split()
+        in_full = every is not None and every.kwargs.get("full", False)
+        parameters = [over(name, is_full=in_full and name != "shm") for name in names]
+        metafunc.parametrize("transport", parameters, indirect=True, scope="session")
 
 
-def over(name: str) -> object:
+def over(name: str, *, is_full: bool) -> object:
     """Return the parameter for one transport, skipped where the transport is not installed."""
     package = BUILT_IN[name].package
     is_missing = package != "" and find_spec(package) is None
-    return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason=f"{package} is not installed"))
+    marks = [pytest.mark.skipif(is_missing, reason=f"{package} is not installed")]
+    return pytest.param(name, marks=[*marks, pytest.mark.full] if is_full else marks)
 
 
 @dataclass(frozen=True)

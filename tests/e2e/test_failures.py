@@ -244,6 +244,7 @@ def test_a_client_that_leaves_while_the_answer_is_computed(tiny_fleet: Any, uniq
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)
 
 
+@pytest.mark.full
 def test_the_router_avoids_nodes_that_are_gone(
     launcher: Launcher,
     tiny_fleet: Any,

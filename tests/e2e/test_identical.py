@@ -123,6 +123,7 @@ def assert_same(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.full
 def test_fifty_prompts_of_a_real_model_have_the_single_nodes_tokens(
     expected: list[Reply], single: Client, smollm2: Any, transport: str, tokens: list[int]
 ) -> None:

@@ -54,7 +54,7 @@ def offer(prefill: Client, prompt: str) -> dict[str, Any]:
     return params
 
 
-@pytest.mark.every_transport
+@pytest.mark.every_transport(full=True)
 def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_single: Client) -> None:
     prefill, decode = start("prefill"), start("decode")
 

@@ -84,6 +84,7 @@ def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: 
     return reply
 
 
+@pytest.mark.full
 def test_four_ranks_hand_over_to_two_and_to_one(
     launcher: Launcher, arguments: Sequence[str], decodes: Sequence[LaunchedProcess], single: Client
 ) -> None:
@@ -115,6 +116,7 @@ def test_two_stages_hand_over_to_two_ranks_and_to_one_and_are_out_of_service_whe
     assert two_ranks.is_whole()
 
 
+@pytest.mark.full
 def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
     arguments = ("--num-blocks", "64", "--threads", "1", "--log-level", "warning", "--dtype", "float32")
     nodes = [

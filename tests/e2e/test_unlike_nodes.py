@@ -24,7 +24,7 @@ MODELS = {
 VECTORS_PER_TOKEN = {"tiny": 3 * 2 * 2, "smollm2": 30 * 2 * 3}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.full)])
 def model(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -37,6 +37,7 @@ def spread(make_module_node: Any) -> Any:
     )
 
 
+@pytest.mark.full
 def test_answers_are_those_of_one_process_even_if_requests_are_preempted(
     spread: Any, assert_same: Any
 ) -> None:

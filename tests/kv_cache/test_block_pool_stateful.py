@@ -157,5 +157,6 @@ TestPool.settings = settings(max_examples=50, stateful_step_count=60, deadline=N
 
 
 @pytest.mark.slow
+@pytest.mark.full
 class TestPoolLonger(PoolAgainstModel.TestCase):
     settings = settings(max_examples=400, stateful_step_count=100, deadline=None, derandomize=True)

@@ -296,6 +296,7 @@ TestContents.settings = settings(max_examples=100, stateful_step_count=50, deadl
 
 
 @pytest.mark.slow
+@pytest.mark.full
 class TestContentsLonger(EngineWithMemory.TestCase):
     settings = settings(max_examples=500, stateful_step_count=80, deadline=None, derandomize=True)
 

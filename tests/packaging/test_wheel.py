@@ -112,6 +112,7 @@ def test_the_wheel_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_demo_runs_from_the_wheel_in_an_empty_folder(
     wheel: Path, fresh_python: str, tmp_path: Path
 ) -> None:

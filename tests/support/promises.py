@@ -1,12 +1,44 @@
-"""A part of the suite for transports, for pools whose kind of memory concerns no more than that part."""
+"""Parts of the suite for transports: for options and kinds of memory that concern no more than these promises."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvferry.transports.testing import TransportConformance
 from kvferry.transports.testing.peers import LoopPromises, MessagePromises, PeerPromises
-from kvferry.transports.testing.reads import MemoryPromises, ReadPromises
+from kvferry.transports.testing.reads import GuardPromises, MemoryPromises, OwnershipPromises, ReadPromises
+
+#: What an option can break by itself, because it puts other code into the path: TLS or CURVE around the wire, several
+#: connections or copiers, memory of a GPU.
+#:
+#: - Bytes arrive unchanged in every size and place, and many messages keep their order.
+#: - Nothing is written after a read was cancelled, has timed out or lost its peer, or after a close.
+#: - No bytes are delivered whose guard changed after the last of them.
+#: - Reads end before their peer is lost. A stranger costs only its own connection. Closing ends everything once.
+#:
+#: The other promises are kept by code that no option touches: the peer table, the checks of arguments, and the state
+#: machine of sliced reads, which `test_sliced` proves for every order and loss. `make test` asks each transport for them
+#: once, and `make test-all` with every option.
+OF_AN_OPTION = {
+    "test_bytes_arrive_unchanged",
+    "test_scattered_regions_of_many_sizes",
+    "test_a_read_larger_than_any_buffer",
+    "test_many_reads_at_once",
+    "test_many_messages_at_once_keep_their_order",
+    "test_nonsense_costs_only_its_own_connection",
+    "test_reads_end_before_their_peer_is_lost",
+    "test_closing_twice_is_harmless_and_final",
+    *(name for part in (OwnershipPromises, GuardPromises) for name in vars(part) if name.startswith("test_")),
+} - {"test_an_impossible_guard_is_refused"}
+
+
+def is_of_no_option(item: pytest.Item) -> bool:
+    """Return whether a test of a suite marked `option` is about a promise that no option touches."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("option") is None:
+        return False
+    return hasattr(TransportConformance, item.originalname) and item.originalname not in OF_AN_OPTION
 
 
 class OwnershipAndGuards(TransportConformance):

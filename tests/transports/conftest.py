@@ -15,6 +15,19 @@ from kvferry.transports.testing import World
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 from tests.support.gpu_pools import GpuPools, pools_on_a_gpu
+from tests.support.promises import is_of_no_option
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "option: a transport's suite with an option; see `tests.support.promises`"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in filter(is_of_no_option, items):
+        item.add_marker("full")
 
 
 @pytest.fixture

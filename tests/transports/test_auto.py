@@ -48,6 +48,7 @@ class TestOnOneHost(TransportConformance):
         return create_auto
 
 
+@pytest.mark.option
 class TestBetweenHosts(TransportConformance):
     read_unchecked = connect_raw = None
 

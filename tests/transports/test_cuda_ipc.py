@@ -70,6 +70,7 @@ class OnGpu(SharedMemoryTransport):
         return self._driver.allocate(num_bytes, self._gpu)
 
 
+@pytest.mark.option
 class TestOnOneGpu(TransportConformance):
     read_unchecked = connect_raw = None  # the same as for main memory
 
@@ -78,6 +79,7 @@ class TestOnOneGpu(TransportConformance):
         return lambda options: OnGpu(driver, 0, options)
 
 
+@pytest.mark.option
 class TestBetweenTwoGpusWithTwoCopiers(TransportConformance):
     read_unchecked = connect_raw = None
 

@@ -220,6 +220,7 @@ async def test_an_asyncio_program_can_own_a_transport(start: Start, case: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_owners_that_are_killed_one_after_the_other_leave_nothing(node: Node, start: Start) -> None:
     """Everything that was held for the killed owners must be released. The leak checks count descriptors."""
     for _ in range(5):
@@ -266,6 +267,7 @@ class TestPoolsOnGpus:
         node.until(gpu_pools.are_idle, NOTICED_S)
 
     @pytest.mark.slow
+    @pytest.mark.full
     def test_a_peer_freezes_that_reads_and_is_read(
         self, node: Node, start: Start, gpu_pools: GpuPools
     ) -> None:

@@ -37,6 +37,7 @@ class TestSharedMemory(_Conformance):
         return SharedMemoryTransport
 
 
+@pytest.mark.option
 class TestSharedMemoryWithSocketFilesAndTwoCopiers(_Conformance):
     @pytest.fixture
     def create(self, socket_dir: Path) -> Callable[[Mapping[str, object]], Transport]:

@@ -113,6 +113,7 @@ def make(
     return transport
 
 
+@pytest.mark.option
 @pytest.mark.parametrize("scheme", list(KINDS))
 class TestATightRing(OwnershipAndGuards):
     """`test_sliced` proves what happens to a slice; this is that each transport does it."""
@@ -138,7 +139,7 @@ class AutoOnGpu(AutoTransport):
         return endpoint
 
 
-@pytest.mark.slow  # it passes everything on to transports that are tested above
+@pytest.mark.full  # it passes everything on to transports that are tested above
 @pytest.mark.parametrize("hosts", [None, itertools.count()], ids=["on one host", "between hosts"])
 class TestAutoOnGpus(OwnershipAndGuards):
     @pytest.fixture

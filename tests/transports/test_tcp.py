@@ -39,12 +39,14 @@ class TestTcp(TcpConformance):
         return TcpTransport
 
 
+@pytest.mark.option
 class TestTcpWithTls(TcpConformance):
     @pytest.fixture
     def create(self, certificate: dict[str, str]) -> Create:
         return lambda options: TcpTransport({"tls": "on", **certificate, **options})
 
 
+@pytest.mark.option
 class TestTcpWithSeveralConnections(TcpConformance):
     @pytest.fixture
     def create(self) -> Create:

@@ -30,6 +30,7 @@ EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 
 
 @pytest.mark.slow  # as a whole
+@pytest.mark.option
 class TestFaultlessAndLate(TransportConformance):
     """One wrapper is inside the other, so that the suite runs only once."""
 

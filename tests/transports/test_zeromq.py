@@ -31,6 +31,7 @@ class TestZeroMQ(_Conformance):
         return ZeroMQTransport
 
 
+@pytest.mark.option
 class TestEncryptedZeroMQ(_Conformance):
     @pytest.fixture
     def create(self, tmp_path: Path) -> Create:
