@@ -19,12 +19,14 @@ from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing import built_in
 
 #: Built-in connectors differ only in their transport, which has a suite of its own. So `make test` drives one that
-#: copies in one process, one that maps memory, and one that sends messages. `make test-transports` drives these others.
-OTHERS = set(BUILT_IN) - set(os.environ.get("CONNECTORS", "inproc shm zeromq").split())
+#: maps memory, and one that sends messages. `make test-all` also drives one that copies in one process, and
+#: `make test-transports` these others.
+OTHERS = set(BUILT_IN) - set(os.environ.get("CONNECTORS", "shm zeromq").split())
+IN_ONE_PROCESS = [] if "CONNECTORS" in os.environ else [pytest.param("inproc", marks=pytest.mark.full)]
 
 
 class TestOurs(HandoffConformance):
-    @pytest.fixture(params=built_in(without=OTHERS))
+    @pytest.fixture(params=[*built_in(without=OTHERS), *IN_ONE_PROCESS])
     def transfer(self, request: pytest.FixtureRequest) -> Mapping[str, Any]:
         return {"kv_connector": request.param}
 

@@ -31,8 +31,8 @@ NO_NIXL = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="nixl_cu12 i
 #: Cases: transport, its options, and whether its nodes load the host's libraries.
 CASES = [
     pytest.param("shm", {}, False, id="shm"),
-    pytest.param("zeromq", {}, False, id="zeromq"),
-    pytest.param("tcp", {}, False, id="tcp"),
+    pytest.param("zeromq", {}, False, id="zeromq", marks=pytest.mark.full),
+    pytest.param("tcp", {}, False, id="tcp", marks=pytest.mark.full),
     pytest.param("ucx", {}, False, id="ucx", marks=NO_UCX),
     pytest.param("nixl", {}, True, id="nixl", marks=NO_NIXL),
     pytest.param("auto", {"network": "nixl,tcp"}, True, id="auto-nixl", marks=NO_NIXL),

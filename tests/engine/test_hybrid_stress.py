@@ -23,7 +23,7 @@ def _prompts(dice: random.Random, count: int) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
+@pytest.mark.parametrize("layout", ["uniform", pytest.param("per-layer", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4", "mistral"])
 def test_a_busy_pair_gives_the_answers_of_transformers(
     family: str,

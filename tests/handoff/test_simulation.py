@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -89,8 +90,13 @@ def test_no_handoff_between_several_ranks_waits_for_a_deadline(spreads: tuple[Sp
     assert outcomes["offer expired"] == 0
 
 
+def in_blocks(first: int, end: int, size: int) -> list[Any]:
+    """Return the first seeds of blocks of schedules. `make test` explores one block, and `make test-all` the others."""
+    return [first, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(first + size, end, size))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(30_000, 30_600, 150))
+@pytest.mark.parametrize("first_seed", in_blocks(30_000, 30_600, 150))
 @pytest.mark.parametrize("spreads", [ALIKE, *SPREADS.values()], ids=["alike", *SPREADS])
 def test_no_handoff_waits_for_a_deadline_in_many_more_schedules(
     spreads: tuple[Spread, ...], first_seed: int
@@ -100,7 +106,7 @@ def test_no_handoff_waits_for_a_deadline_in_many_more_schedules(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(20_000, 21_000, 250))
+@pytest.mark.parametrize("first_seed", in_blocks(20_000, 21_000, 250))
 @pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
 def test_promises_hold_between_nodes_of_several_ranks_in_many_more_schedules(
     spreads: tuple[Spread, ...], first_seed: int
@@ -110,7 +116,7 @@ def test_promises_hold_between_nodes_of_several_ranks_in_many_more_schedules(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(10_000, 12_500, 500))
+@pytest.mark.parametrize("first_seed", in_blocks(10_000, 12_500, 500))
 def test_promises_hold_in_many_more_and_longer_schedules(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 500):
         explore(Simulation(), seed, num_steps=200)

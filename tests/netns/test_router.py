@@ -136,7 +136,7 @@ def town(connector: str, network: Any, folder: Path, launcher: Launcher) -> Iter
         yield made
 
 
-@pytest.mark.parametrize("connector", ["zeromq", "ucx"])
+@pytest.mark.parametrize("connector", ["zeromq", pytest.param("ucx", marks=pytest.mark.full)])
 def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: Path) -> None:
     if connector == "ucx":
         pytest.importorskip("ucxx", reason="ucxx is not installed")

@@ -174,7 +174,7 @@ OPTIONS = {"zeromq": zeromq_options, "ucx": ucx_options}
 one_is_enough = pytest.mark.parametrize("nodes", ["zeromq"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module", params=["zeromq", pytest.param("ucx", marks=pytest.mark.full)])
 def nodes(
     request: pytest.FixtureRequest, network: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
