@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from kvferry.transports import Connected, Endpoint, PeerLost, Pool
+from kvferry.transports import Endpoint, PeerLost, Pool
 from kvferry.transports.errors import ProtocolError
 from kvferry.transports.nixl import NIXLTransport
 from kvferry.transports.nixl.options import Address
@@ -23,6 +22,7 @@ from kvferry.transports.nixl.wire import (
     Ready,
 )
 from kvferry.transports.streams import encode_frame
+from tests.support import strangers
 
 if find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
@@ -49,40 +49,11 @@ def node() -> Iterator[Endpoint]:
 
 
 def hangs_up(node: Endpoint, said: bytes) -> bytes:
-    """Send bytes to a node. Returns what it sends before it hangs up."""
-    address = Address.parse(node.listen(""))
-    heard = b""
-    with socket.create_connection((address.host, address.port)) as stranger:
-        stranger.sendall(said)
-        stranger.settimeout(0.01)
-        for _ in range(2000):
-            assert node.wait_events(0.01) == []
-            try:
-                data = stranger.recv(65536)
-            except TimeoutError:
-                continue
-            except ConnectionResetError:
-                return heard
-            if not data:
-                return heard
-            heard += data
-    pytest.fail("the node did not hang up")
+    return strangers.hangs_up(node, Address.parse(node.listen("")), said)
 
 
 def assert_serves(node: Endpoint) -> None:
-    """Check that another node can still connect."""
-    transport = NIXLTransport()
-    try:
-        arena = transport.allocate(4096)
-        other = transport.register(Pool([arena.segment]))
-        other.start_connect(node.listen(""), timeout_s=20)
-        seen: list[object] = []
-        while not seen:
-            node.wait_events(0.01)
-            seen += other.wait_events(0.01)
-        assert isinstance(seen[0], Connected)
-    finally:
-        transport.close()
+    strangers.assert_serves(node, NIXLTransport)
 
 
 HELLO = hello().encode()

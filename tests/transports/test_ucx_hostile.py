@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import socket
 import struct
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -30,6 +29,7 @@ from kvferry.transports.ucx.wire import (
     Ready,
     decode,
 )
+from tests.support import strangers
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
 
@@ -87,40 +87,11 @@ def node(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
 
 
 def hangs_up(node: Endpoint, said: bytes) -> bytes:
-    """Send bytes to a node. Returns what it sends before it hangs up."""
-    address = Address.parse(node.listen(""))
-    heard = b""
-    with socket.create_connection((address.host, address.port)) as stranger:
-        stranger.sendall(said)
-        stranger.settimeout(0.01)
-        for _ in range(2000):
-            assert node.wait_events(0.01) == []
-            try:
-                data = stranger.recv(65536)
-            except TimeoutError:
-                continue
-            except ConnectionResetError:
-                return heard
-            if not data:
-                return heard
-            heard += data
-    pytest.fail("the node did not hang up")
+    return strangers.hangs_up(node, Address.parse(node.listen("")), said)
 
 
 def assert_serves(node: Endpoint) -> None:
-    """Check that another node can still connect."""
-    transport = UCXTransport()
-    try:
-        arena = transport.allocate(4096)
-        other = transport.register(Pool([arena.segment]))
-        other.start_connect(node.listen(""), timeout_s=20)
-        seen: list[object] = []
-        while not seen:
-            node.wait_events(0.01)
-            seen += other.wait_events(0.01)
-        assert isinstance(seen[0], Connected)
-    finally:
-        transport.close()
+    strangers.assert_serves(node, UCXTransport)
 
 
 HELLO = FRAMES[0].encode()
