@@ -26,10 +26,10 @@ HANDOFFS ?= 2000
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
 # The image that `make test-docker` builds and tests, `cpu` or `cuda`. Neither needs a GPU for this.
 DOCKER_TARGET ?= cpu
-# The transports of `make test-transports`. `make test` runs all end-to-end tests over shm, and some over other transports.
+# The transports of `make test-transports`. `make test-all` runs all end-to-end tests over shm, and some over other transports.
 TRANSPORTS ?= zeromq tcp ucx
-# Test files that run at the same time. Two save time because many tests wait for other processes to start, stop or time out.
-TEST_WORKERS ?= 2
+# Test files that run at the same time, on two cores: many tests wait for other processes to start, stop or time out.
+TEST_WORKERS ?= 3
 # The tests of a file share servers and models, so they run in one process.
 BY_FILE = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -38,13 +38,8 @@ def _start(launcher: Launcher, folder: Path, shape: tuple[int, int], *options: s
     return nodes
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, id=name, marks=[] if shape == (2, 1) else pytest.mark.full)
-        for name, shape in SHAPES.items()
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.full
 def test_no_handoff_waits_for_a_deadline(shape: Any, launcher: Launcher, tmp_path: Path) -> None:
     nodes = _start(launcher, tmp_path, shape)
     router = launcher.start_router("router", [nodes[0]], [nodes[1]])

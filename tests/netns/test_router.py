@@ -28,7 +28,8 @@ MAX_TOKENS = 6
 #: Seconds to recover. A connection attempt to a lost host takes 5 s, in addition to the lease.
 MISSED_S = 30.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+#: What a router does about a lost host is tested in `tests/routing`; that hosts are lost, in `test_two_hosts`.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 
 class Host:
@@ -136,7 +137,7 @@ def town(connector: str, network: Any, folder: Path, launcher: Launcher) -> Iter
         yield made
 
 
-@pytest.mark.parametrize("connector", ["zeromq", pytest.param("ucx", marks=pytest.mark.full)])
+@pytest.mark.parametrize("connector", ["zeromq", "ucx"])
 def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: Path) -> None:
     if connector == "ucx":
         pytest.importorskip("ucxx", reason="ucxx is not installed")

@@ -236,6 +236,7 @@ def test_shared_memory_between_containers_needs_only_a_shared_folder(network: An
     assert list(socket_dir.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_host_that_only_tcp_reaches_is_refused_by_name_and_both_nodes_stay_up(
     network: Any, tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ class TestTheCable:
         pair.assert_whole()
 
     @one_is_enough
+    @pytest.mark.full
     def test_cut_before_the_load_fails_it_in_time(self, network: Any, pair: Pair) -> None:
         network.cut()
         request_id, _ = pair.start_load()
@@ -286,7 +288,9 @@ class TestTheCable:
         network.mend()
         pair.assert_recovers()
 
-    @pytest.mark.parametrize("deaf", ["p", "d"], ids=["prefill", "decode"])
+    @pytest.mark.parametrize(
+        "deaf", [pytest.param("p", marks=pytest.mark.full, id="prefill"), pytest.param("d", id="decode")]
+    )
     def test_broken_in_one_direction_fails_the_load_in_time(
         self, network: Any, pair: Pair, deaf: str
     ) -> None:
@@ -314,7 +318,10 @@ def relay(network: Any, laid_relay: Any) -> Iterator[Any]:
     network.mend()
 
 
-@pytest.mark.parametrize(("delay_s", "loss"), [(0.02, 0.0), (0.0, 0.01)], ids=["long", "lossy"])
+@pytest.mark.parametrize(
+    ("delay_s", "loss"),
+    [pytest.param(0.02, 0.0, marks=pytest.mark.full, id="long"), pytest.param(0.0, 0.01, id="lossy")],
+)
 def test_a_slow_or_lossy_link_delivers_every_byte(
     relay: Any, nodes: Pair, delay_s: float, loss: float
 ) -> None:
