@@ -7,7 +7,8 @@ from typing import Any
 
 from ..web.errors import bad_request
 from ..web.fields import Fields
-from .first_tokens import FirstToken, wish_for
+from .beginnings import Beginning
+from .first_tokens import wish_for
 
 #: Most prompts per request.
 MAX_PROMPTS = 256
@@ -107,14 +108,14 @@ def prefill_body(
 def decode_body(
     body: Mapping[str, Any],
     params: Mapping[str, Any] | None,
-    after: FirstToken | None = None,
+    after: Beginning | None = None,
     *,
     may_offer_answer: bool = True,
 ) -> dict[str, Any]:
     """Return the body for the decode node: the client's, with the prefill node's parameters.
 
     Args:
-        after: The node is to continue after this token.
+        after: The node is to go on after these tokens.
         may_offer_answer: False if nothing would load the offer of the answer, which would hold the node's blocks until its lease ends.
     """
     if after is not None:

@@ -21,7 +21,8 @@ from ..connector.p2p.params import RENDEZVOUS
 from ..web.errors import ApiError
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event, Filter
-from .first_tokens import FirstToken, OtherTokenError
+from .beginnings import Beginning, OtherTokenError, choice_of, take_token_ids
+from .first_tokens import FirstToken
 from .sessions import Answer, Conversation, take_offer
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ Fact = Literal[
     "alone",
     "without offer",
     "other token",
+    "answer moved",
 ]
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
@@ -95,6 +97,7 @@ class Begun:
     Attributes:
         result: What became of the offer.
         error: Why the load failed, or the request; empty if neither is said to have.
+        beginning: What the client has before the first event of a stream; None if no other node could go on with this answer.
     """
 
     status: int
@@ -104,6 +107,7 @@ class Begun:
     events: Sequence[Event]
     result: Result
     error: str = ""
+    beginning: Beginning | None = None
 
 
 # -- actions -----------------------------------------------------------------------------------------
@@ -146,11 +150,11 @@ class ChooseDecode(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskDecode(Action):
-    """Ask a decode node for the answer, with the offer of these params, to continue after a token."""
+    """Ask a decode node for the answer, with the offer of these params, to go on after the beginning that the client has."""
 
     node: UpstreamNode
     params: Mapping[str, Any] | None
-    after: FirstToken | None
+    after: Beginning | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +276,7 @@ class Exchange:
         may_ask_both: Both nodes may be asked at once. False after that has failed.
         offer: Of the present attempt; None: there is none.
         decode: The decode node that was asked last.
-        token: The first token of the answer, if the client has it from a prefill node. Every decode node must continue after it.
+        beginning: What the client has of a stream, if another node could go on with it. Every further decode node must do that.
         failure: What ended the answer. None if nothing did.
         is_complete: The client has been sent the end of a stream, so that it may leave.
         tail: The last events of the stream with a report of the node: figures, or an error.
@@ -298,18 +302,20 @@ class Exchange:
         self.is_alone = False
         self.offer: Offer | None = None
         self.decode: UpstreamNode | None = None
-        self.token: FirstToken | None = None
+        self.beginning: Beginning | None = None
         self.failure: ApiError | None = None
         self.is_complete = False
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
         self._explain = explain
         self._prefill_runs = self._decode_runs = False
+        self._has_given = False  # the decode node has sent an event of its answer
         self._has_answer = False  # the prefill node was asked to load an earlier answer
         self._has_begun = False
         self._has_kept = False
         self._result: Result | None = None  # of the offer; None while it is open
         self._error = ""  # why the load of the offer failed
-        self._after: FirstToken | None = None  # that the decode node was asked to continue after
+        self._first: FirstToken | None = None  # that the client has from a prefill node
+        self._after: Beginning | None = None  # that the decode node was asked to go on after
         self._change: Filter = _unchanged
 
     def __repr__(self) -> str:
@@ -369,9 +375,9 @@ class Exchange:
         return [AskPrefill(answer=answer)]
 
     def _ask_decode(
-        self, node: UpstreamNode, params: Mapping[str, Any] | None, after: FirstToken | None
+        self, node: UpstreamNode, params: Mapping[str, Any] | None, after: Beginning | None
     ) -> AskDecode:
-        self._decode_runs = True
+        self._decode_runs, self._has_given = True, False
         self.decode, self._after = node, after
         return AskDecode(node, params, after)
 
@@ -387,7 +393,7 @@ class Exchange:
         self._prefill_runs = False
         first = None if offer is None else offer.first
         if self.state is State.RENDEZVOUS:
-            can_pass = self.is_stream and self.token is None and first is not None and not first.is_all
+            can_pass = self.is_stream and self.beginning is None and first is not None and not first.is_all
             # The decode node ends an answer of one token itself.
             if offer is not None and first is not None and can_pass and self._continues(first):
                 return self._pass(first, offer)
@@ -397,7 +403,7 @@ class Exchange:
         self.offer = offer
         if offer is None:
             return [ChooseDecode()]
-        if first is not None and is_answer and self.token is None:
+        if first is not None and is_answer and self.beginning is None:
             return [Opened(offer), *self._end_with(first, offer)]
         return [Opened(offer), ChooseDecode()]
 
@@ -442,10 +448,10 @@ class Exchange:
         """Ask a decode node, and let the client have the first token before it answers."""
         offer, passing = self.offer, Actions()
         self.decode = node
-        after = self.token
+        after = self.beginning
         if after is None and offer is not None and offer.first is not None and self._continues(offer.first):
-            after = offer.first
-            passing = self._pass(after, offer) if self.is_stream else []
+            passing = self._pass(offer.first, offer) if self.is_stream else []
+            after = self.beginning or offer.first.beginning()
         self._move(State.DECODING if after is None else State.CONTINUING)
         return [*passing, self._ask_decode(node, None if offer is None else offer.params, after)]
 
@@ -457,7 +463,7 @@ class Exchange:
         """Begin again without a decode node that failed before its answer: the offer is gone with it."""
         self._decode_runs = False
         # In a rendezvous a node chooses the first token, so it cannot continue after one that the client has.
-        self.may_ask_both = self.may_ask_both and self.token is None
+        self.may_ask_both = self.may_ask_both and self.beginning is None
         return self._again(Note("decode lost", error))
 
     def decode_answered(self, begun: Begun) -> Actions:
@@ -472,7 +478,7 @@ class Exchange:
         if self.offer is None and not self.is_alone and begun.result != "loaded":
             # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
             actions.append(Note("without offer"))
-        if self.token is not None and (begun.status != 200 or not begun.is_stream):
+        if self.beginning is not None and (begun.status != 200 or not begun.is_stream):
             return actions + self._fail(_not_continued(begun))
         headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
         if not begun.is_stream:
@@ -480,25 +486,37 @@ class Exchange:
             actions += self._keep(params)
             headers.setdefault("Content-Type", "application/json")
             return [*actions, *self._end(SendWhole(begun.status, headers, payload))]
-        if self.token is not None:
-            self._change = self.token.removed() if self._after is None else self.token.continued()
-        elif not self._has_begun:
+        if self.beginning is not None and self._after is not None:
+            self._change = self.beginning.continued()
+        elif self.beginning is not None and self._first is not None:
+            self.beginning.repeat()
+            self._change = self._first.removed()
+        else:
             self._has_begun = True
             actions.append(Begin(begun.status, {**headers, "Cache-Control": "no-cache"}))
+            self.beginning = begun.beginning
         return actions + self.events_arrived(begun.events)
 
     def events_arrived(self, events: Iterable[Event]) -> Actions:
         """Pass on events of the decode node's stream."""
-        actions, sent = Actions(), list[Event]()
+        actions, own, sent = Actions(), list[Event](), list[Event]()
         for event in events:
             raw, params = take_offer(event.raw)
-            sent.append(event if raw is event.raw else Event(raw))
+            own.append(event if raw is event.raw else Event(raw))
             actions += self._keep(params) if params is not None else []
-        try:
-            sent = [changed for event in sent for changed in self._change(event)]
-        except OtherTokenError:
-            unused = (action for action in actions if isinstance(action, Keep) and action.params)
-            return self._ask_to_continue([Release(Offer(each.node, each.params or {})) for each in unused])
+        for event in own:
+            if self.beginning is not None and self._has_given and _ends_early(event):
+                moved = self.decode_broke(_early_end(event))
+                return [*actions, *([Send(sent)] if sent else []), *moved]
+            event, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
+            try:
+                sent += self._change(event)
+            except OtherTokenError:
+                unused = (each for each in actions if isinstance(each, Keep) and each.params)
+                return self._other_token([Release(Offer(each.node, each.params or {})) for each in unused])
+            if self.beginning is not None:
+                self.beginning.add(token_ids, event)
+            self._has_given = True
         if any(b'"error"' in event.raw and "error" in event.content for event in sent):
             # vLLM begins a chat's stream before it says that the load has failed.
             actions += self._read_errors(sent)
@@ -511,8 +529,22 @@ class Exchange:
         return [*actions, Send(sent)] if sent else actions
 
     def decode_broke(self, error: ApiError) -> Actions:
-        """End an answer whose node was lost in the middle: no other node can give the rest."""
-        return self._fail(error)
+        """Let another node go on with an answer whose node was lost in the middle; end it if none can."""
+        if self.beginning is None:
+            return self._fail(error)
+        if self.beginning.is_over:
+            return self._end_of_lost(error)
+        # In a rendezvous a node chooses the first token itself.
+        self.may_ask_both = False
+        return self._again(Note("answer moved", error))
+
+    def _end_of_lost(self, error: ApiError) -> Actions:
+        """End an answer whose node was lost after the last token. Only the node knows the figures that may follow."""
+        if (self.body.get("stream_options") or {}).get("include_usage"):
+            return self._fail(error)
+        done = [] if self.is_complete else [Send([DONE])]
+        self.is_complete = True
+        return [*self._finish(), *done, *self._end(End())]
 
     def decode_ended(self) -> Actions:
         """End a stream that is complete."""
@@ -624,10 +656,10 @@ class Exchange:
     # -- the client ----------------------------------------------------------------------------------
 
     def _continues(self, first: FirstToken) -> bool:
-        return self.decode is not None and first.can_continue_at(self.decode.abilities)
+        return self.decode is not None and first.beginning().can_continue_at(self.decode.abilities)
 
     def _pass(self, first: FirstToken, offer: Offer) -> Actions:
-        self.token = first
+        self._first, self.beginning = first, first.beginning()
         return self._begin(first, offer)
 
     def _begin(self, first: FirstToken, offer: Offer) -> Actions:
@@ -636,11 +668,17 @@ class Exchange:
         headers = {**known, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         return [Begin(200, headers), Send(first.events, is_first=True)]
 
-    def _ask_to_continue(self, releases: Actions) -> Actions:
+    def _other_token(self, releases: Actions) -> Actions:
         """Ask again: two logits were almost equal. What the client has seen stays, and the node has the prompt by now."""
         assert self.decode is not None, "it has answered"
+        if self._first is None or self._after is not None:
+            # A node that goes on with an answer did not choose its last tokens once more, so nothing true can follow them.
+            message = "the answer was lost in the middle: another node chose other tokens"
+            return [*releases, *self._fail(ApiError(502, message, kind="server_error"))]
+        self.beginning = self._first.beginning()
         self._move(State.CONTINUING)
-        return [Note("other token"), *releases, EndDecode(), self._ask_decode(self.decode, None, self.token)]
+        asked = self._ask_decode(self.decode, None, self.beginning)
+        return [Note("other token"), *releases, EndDecode(), asked]
 
     def _keep(self, params: Mapping[str, Any] | None) -> Actions:
         # Before the client has the events: it may take its next turn as soon as it has read the last one.
@@ -649,13 +687,25 @@ class Exchange:
         return [Keep(self.decode, params)]
 
     def _in_the_middle(self, error: ApiError) -> ApiError:
-        if self.token is None:
+        if self.beginning is None:
             return error
         return ApiError(502, f"the answer was lost in the middle: {error}", kind="server_error")
 
 
 def _unchanged(event: Event) -> Iterable[Event]:
     return (event,)
+
+
+def _ends_early(event: Event) -> bool:
+    """Whether a node says that it gives an answer up: by an error, or as aborted, as a vLLM server does that is stopping."""
+    is_error = b'"error"' in event.raw and "error" in event.content
+    is_abort = b'"abort"' in event.raw and choice_of(event.content).get("finish_reason") == "abort"
+    return is_error or is_abort
+
+
+def _early_end(event: Event) -> ApiError:
+    said = error_in(event.content) or "the node aborted the request; is it stopping?"
+    return ApiError(502, f"the answer was lost in the middle: {said}", kind="server_error")
 
 
 def _not_continued(begun: Begun) -> ApiError:

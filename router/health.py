@@ -68,6 +68,7 @@ class Prober:
         version: The node's version. Empty if it is not known.
         protocol: The newest version of kvferry's handoff protocol that the node speaks. 0 if it does not say.
         vllm_max_model_len: The longest sequence of a vLLM server. 0 if the node is none, or does not say.
+        vllm_models: The names of a vLLM server's own model. Those of adapters are not among them.
         fields: What a vLLM server has described of its model and its cache. Empty if it has not.
     """
 
@@ -79,6 +80,7 @@ class Prober:
         self.version = ""
         self.protocol = 0
         self.vllm_max_model_len = 0
+        self.vllm_models: frozenset[str] = frozenset()
         self.fields: Mapping[str, Any] = {}
         self._models: frozenset[str] = frozenset()
         # What a server of vLLM has said of itself. None: it was not asked yet, or may have changed since.
@@ -113,7 +115,8 @@ class Prober:
             return health
         # Each time, because adapters come and go.
         if listed := await self._ask(session, "/v1/models", timeout_s):
-            self.vllm_max_model_len, self._models = _vllm_max_model_len(listed), _ids(listed)
+            self.vllm_max_model_len, self._models = _vllm_max_model_len(listed), _ids(_listed(listed))
+            self.vllm_models = _ids(_vllm_models(listed))
         if not self.vllm_max_model_len:
             return health
         if self._told is None:
@@ -257,23 +260,23 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
 
 def _vllm_max_model_len(models: dict[str, Any]) -> int:
     """Return the longest sequence of the models that a vLLM server lists. 0 if another server answered."""
-    listed = models.get("data")
-    lengths = [
-        model.get("max_model_len")
-        for model in (listed if isinstance(listed, list) else [])
-        if isinstance(model, dict) and model.get("owned_by") == "vllm"
-    ]
-    # Adapters are listed without a length.
-    return min((length for length in lengths if type(length) is int), default=0)
+    return min((model["max_model_len"] for model in _vllm_models(models)), default=0)
 
 
-def _ids(models: dict[str, Any]) -> frozenset[str]:
-    """Return the names of the models that a server lists."""
+def _vllm_models(models: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a vLLM server lists of its own model. Adapters are listed without a length."""
+    own = (model for model in _listed(models) if model.get("owned_by") == "vllm")
+    return [model for model in own if type(model.get("max_model_len")) is int]
+
+
+def _listed(models: dict[str, Any]) -> list[dict[str, Any]]:
     listed = models.get("data")
-    names = (
-        model.get("id") for model in (listed if isinstance(listed, list) else ()) if isinstance(model, dict)
-    )
-    return frozenset(filter(_is_text, names))
+    return [model for model in (listed if isinstance(listed, list) else []) if isinstance(model, dict)]
+
+
+def _ids(models: list[dict[str, Any]]) -> frozenset[str]:
+    """Return the names of models that a server lists."""
+    return frozenset(filter(_is_text, (model.get("id") for model in models)))
 
 
 def _is_text(value: object) -> TypeGuard[str]:

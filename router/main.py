@@ -201,6 +201,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "the answer provably that of a single node, and the rest comes from the decode node; off leaves it to the decode node "
         "(default: %(default)s)",
     )
+    group.add_argument(
+        "--continue-answers",
+        choices=("auto", "off"),
+        default="auto",
+        help="what becomes of a streamed answer whose decode node is lost: auto lets another one go on with it, where nodes and "
+        "request make the answer provably that of a single node; off ends it with an error (default: %(default)s)",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -214,7 +221,9 @@ def _run(options: argparse.Namespace) -> None:
     node_access = _node_access(options, pools)
     router = Router(
         *pools,
-        options=Options(options.rendezvous == "auto", options.first_token == "auto"),
+        options=Options(
+            options.rendezvous == "auto", options.first_token == "auto", options.continue_answers == "auto"
+        ),
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,

@@ -109,6 +109,11 @@ class RouterMetrics:
             "Answers whose first token the client received from the prefill node",
             registry=self._registry,
         )
+        self.moved_answers = Counter(
+            "kvferry_router_moved_answers_total",
+            "Streamed answers that another decode node went on with, after their own was lost",
+            registry=self._registry,
+        )
         self.other_first_tokens = Counter(
             "kvferry_router_other_first_tokens_total",
             "Streams whose decode node had chosen another first token than the client has, and was asked again to continue after that",

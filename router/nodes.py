@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from ..web.errors import ApiError, bad_request
-from .first_tokens import Abilities
+from .beginnings import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, ROLES, Contributions, Role, server_name_of
 from .policies import LOAD_FACTOR, LeastLoaded, Policy
@@ -146,8 +146,9 @@ class UpstreamNode:
 
     @property
     def abilities(self) -> Abilities:
-        """What the node can do with the first token of an answer."""
-        return Abilities(self.continues_answers, self._prober.vllm_max_model_len)
+        """What the node can do with the beginning of an answer."""
+        prober = self._prober
+        return Abilities(self.continues_answers, prober.vllm_max_model_len, prober.vllm_models)
 
     def serves(self, model: object) -> bool:
         """Whether the node can answer a request for this model, as far as it is known. None is the node's own model."""

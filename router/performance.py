@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -27,6 +27,7 @@ from ..web.json_body import object_of
 from ..web.sse import DONE, Event
 from ..web.tracing import NO_SPAN, current_span, traced_params
 from . import exchange as does
+from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
 from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
@@ -285,6 +286,11 @@ class Performance:
                 text = "%s: %s chose another first token than the prefill node; asking it to continue after that one"
                 logger.info(text, request_id, node.url)
                 metrics.other_first_tokens.inc()
+            case "answer moved":
+                beginning = self._exchange.beginning
+                num_tokens = 0 if beginning is None else beginning.num_tokens
+                logger.warning("%s: %s; another node goes on after %d tokens", request_id, why, num_tokens)
+                metrics.moved_answers.inc()
 
     def _keep(self, node: UpstreamNode, params: Mapping[str, Any] | None) -> None:
         """Keep the offer of an answer for the next turn, and release one that no turn can use."""
@@ -327,7 +333,7 @@ class Performance:
         exchange, services = self._exchange, self._services
 
         def may_use(node: UpstreamNode) -> bool:
-            continues = exchange.token is None or exchange.token.can_continue_at(node.abilities)
+            continues = exchange.beginning is None or exchange.beginning.can_continue_at(node.abilities)
             return continues and (not exchange.is_alone or services.computes_alone(node))
 
         tried, body = exchange.tried_decode, exchange.body
@@ -349,7 +355,8 @@ class Performance:
                     exchange.body,
                     wish=action.wish,
                     answer=None if action.answer is None else action.answer.params,
-                    is_token_used=chooser_of(self._facts(node)) is Chooser.PREFILL,
+                    is_token_used=exchange.beginning is None
+                    and chooser_of(self._facts(node)) is Chooser.PREFILL,
                     is_vllm=node.abilities.vllm_max_model_len > 0,
                 )
                 self._timeline.prefill_sent(node.url)
@@ -379,12 +386,13 @@ class Performance:
             return partial(exchange.prefill_answered, None)
         is_passed = services.options.first_token
         first = first_token_of(exchange.body, exchange.path, result) if is_passed else None
-        nodes = services.decode_pool.nodes
+        offer = Offer(node, params, "", first, answer.headers)
+        if first is None or not first.is_all:
+            return partial(exchange.prefill_answered, offer)
         # No decode node is asked for an answer of one token that it would have given too.
-        ends = first is not None and first.is_all and any(first.can_continue_at(n.abilities) for n in nodes)
-        return partial(
-            exchange.prefill_answered, Offer(node, params, "", first, answer.headers), is_answer=ends
-        )
+        beginning, nodes = first.beginning(), services.decode_pool.nodes
+        ends = any(beginning.can_continue_at(each.abilities) for each in nodes)
+        return partial(exchange.prefill_answered, offer, is_answer=ends)
 
     async def _await_prefill(self) -> Actions:
         if (call := self._calls.get("prefill")) is None:
@@ -400,6 +408,10 @@ class Performance:
         exchange, node = self._exchange, action.node
         may_offer = exchange.key is not None
         body = decode_body(exchange.body, action.params, action.after, may_offer_answer=may_offer)
+        # As they are now, because they are part of the request.
+        abilities = node.abilities if self._services.options.continue_answers else Abilities()
+        if is_followed(exchange.body, exchange.path, abilities):
+            body = followed_body(body, abilities)
         self._timeline.decode_sent(node.url, is_alone=exchange.is_alone)
         try:
             async with AsyncExitStack() as stack:
@@ -412,15 +424,19 @@ class Performance:
                 self._call = stack.pop_all()
         except NodeGoneError as error:
             return partial(exchange.decode_lost, error)
-        return partial(self._answered, node, answer)
+        return partial(self._answered, node, answer, abilities)
 
-    def _answered(self, node: UpstreamNode, answer: NodeAnswer) -> Actions:
+    def _answered(self, node: UpstreamNode, answer: NodeAnswer, abilities: Abilities) -> Actions:
         self._timeline.decode_began(answer)
         if answer.is_stream:
             self._answer = answer
         else:
             node.note_answered()
-        return self._exchange.decode_answered(begun_of(answer))
+        begun, exchange = begun_of(answer), self._exchange
+        if answer.is_stream and answer.events:
+            beginning = beginning_of(exchange.body, exchange.path, abilities, answer.events[0])
+            begun = replace(begun, beginning=beginning)
+        return exchange.decode_answered(begun)
 
     async def _read(self, answer: NodeAnswer) -> Actions:
         """Wait for the next events of the decode node's stream."""
@@ -430,9 +446,10 @@ class Performance:
             async with node.exchange():
                 events = await answer.more()
         except NodeGoneError as error:
-            # The client has part of the answer, so no other node can give it.
             exchange.tried_decode[node] = error
-            lost = f"the answer was lost in the middle: {await error.explained()}"
+            # A health check takes time, in which another node could go on with the answer.
+            why = str(error) if exchange.beginning is not None else await error.explained()
+            lost = f"the answer was lost in the middle: {why}"
             return exchange.decode_broke(ApiError(502, lost, kind="server_error"))
         if events is not None:
             return exchange.events_arrived(events)

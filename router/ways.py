@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..connector.handoff.messages import RENDEZVOUS_VERSION
 from ..connector.p2p.params import draw_rendezvous_name, prefill_chunk_of, rendezvous_params
+from .beginnings import Abilities, is_possible, is_stitchable
 from .exchange import Offer
-from .first_tokens import Abilities, is_expected, is_possible, is_single_token, is_stitchable
+from .first_tokens import is_expected, is_single_token
 
 if TYPE_CHECKING:
     from .nodes import UpstreamNode
@@ -48,10 +49,13 @@ class Options:
         rendezvous: Ask both nodes at once, if both can do that.
         first_token: Send the client the first token of an answer as soon as the prefill node has it, where the result is provably
             that of a single node.
+        continue_answers: Let another decode node go on with a streamed answer whose node is lost, where the result is provably
+            that of a single node.
     """
 
     rendezvous: bool = True
     first_token: bool = True
+    continue_answers: bool = True
 
 
 @dataclass(frozen=True)

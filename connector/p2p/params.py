@@ -15,7 +15,7 @@ Likewise `"describe": true` asks a node what it is. Its answer's params have its
 `protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of which that is the
 digest. Each offer of such a node has the digest as well, unless the request has an adapter. If the prompt for a decode node
 ends with the first token of the answer, the router sends the digest of the node that chose this token, as
-`"first_token": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
+`"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
 
 Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked strictly, because any
 client can write them, and what is malformed is refused by its name, before anything is claimed or offered.
@@ -62,7 +62,7 @@ RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
 #: Key of the digest of what decides a node's answers, and of the fields that it was made from.
 IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
 #: Key of the first token of an answer, after which a decode node is to continue.
-FIRST_TOKEN = "first_token"
+CONTINUES = "continues"
 #: A node's answer begins with this as its `stop_reason` if the node refused to continue after another node's first token.
 REFUSED_TO_CONTINUE = "kvferry refused to continue"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
@@ -181,7 +181,7 @@ class _Flags:
     offer_answer: Annotated[bool | None, boolean] = None
     answer_of: Annotated[str | None, _name] = None
     describe: bool = False
-    first_token: Annotated[str | None, _identity] = None
+    continues: Annotated[str | None, _identity] = None
 
 
 _OFFER, _RENDEZVOUS, _NAME, _FLAGS = Record(_OfferParams), Record(_Rendezvous), Record(_Name), Record(_Flags)
@@ -205,8 +205,8 @@ class TransferWish:
             the request has an offer to load.
         answer_of: The request whose answer's offer is to be named in the params of this one; empty: none.
         describe: Describe the node in the params of the answer.
-        continues: The prompt ends with the first token of the answer; this is the identity of the node that chose it. Empty:
-            the answer begins here.
+        continues: The prompt may end with the beginning of an answer, which must be that of a node with this identity. Empty:
+            the identity does not matter.
     """
 
     offer_result: bool = False
@@ -255,7 +255,7 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         offer_answer=flags.offer_answer,
         answer_of=flags.answer_of or "",
         describe=flags.describe,
-        continues=flags.first_token or "",
+        continues=flags.continues or "",
     )
 
 

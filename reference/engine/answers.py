@@ -21,7 +21,7 @@ class Answer:
         max_model_len: Longest sequence, prompt and answer together.
 
     Raises:
-        InvalidRequestError: The request's `first_token_id` ends the answer, so nothing follows it.
+        InvalidRequestError: The request's `known_token_ids` end the answer, so nothing follows them.
     """
 
     def __init__(
@@ -35,11 +35,12 @@ class Answer:
         self._max_output_tokens = min(sampling.max_tokens, max_model_len - request.num_prompt_tokens)
         self._is_unfinished = False
         self._known_text: str | None = None
-        if (first := request.source.first_token_id) is not None:
-            self._known_text = self._matcher.push(self._detokenizer.push(first))
-            if self._reason_to_end(first) is not None:
+        if known := request.source.known_token_ids:
+            # One after the other, so that what is held back here is what the other node held back.
+            self._known_text = "".join(self._matcher.push(self._detokenizer.push(each)) for each in known)
+            if self._reason_to_end(known[-1]) is not None or not self._eos_token_ids.isdisjoint(known):
                 raise InvalidRequestError(
-                    f"first_token: token {first} ends the answer; do not ask for more",
+                    f"continues: these {len(known)} tokens end the answer; do not ask for more",
                     param="kv_transfer_params",
                 )
 
@@ -70,12 +71,12 @@ class Answer:
         return "length" if self.request.num_output_tokens >= self._max_output_tokens else None
 
     def take_known_piece(self) -> RequestOutput | None:
-        """Return an output with the request's `first_token_id`, before the first new token; None if it has none."""
+        """Return an output with the request's `known_token_ids`, before the first new token; None if it has none."""
         if self._known_text is None:
             return None
         known, self._known_text = self._known_text, None
-        first = self.request.all_token_ids[self.request.num_prompt_tokens]
-        return replace(self._output((first,), known, None, "", None), is_known=True, logprobs=())
+        known_token_ids = self.request.source.known_token_ids
+        return replace(self._output(known_token_ids, known, None, "", None), is_known=True, logprobs=())
 
     def piece(self, text: str) -> RequestOutput:
         """Return an output with the newest token and its text."""

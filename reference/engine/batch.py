@@ -173,6 +173,6 @@ class InputBatch:
     def _sampler(self, item: ScheduledRequest) -> TokenSampler:
         request = item.request
         if request.request_id not in self._samplers:
-            num_known = 0 if request.source.first_token_id is None else 1
+            num_known = len(request.source.known_token_ids)
             self._samplers[request.request_id] = TokenSampler(request.source.sampling, num_known)
         return self._samplers[request.request_id]

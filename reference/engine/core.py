@@ -133,10 +133,9 @@ class EngineCore:
         if not source.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         vocab_size = self.parts.model.text_config.vocab_size
-        first = source.first_token_id
-        if first is not None and not 0 <= first < vocab_size:
+        if not all(0 <= token_id < vocab_size for token_id in source.known_token_ids):
             raise InvalidRequestError(
-                f"first_token: token id {first} is not in 0..{vocab_size - 1}", param="kv_transfer_params"
+                f"continues: a token id is not in 0..{vocab_size - 1}", param="kv_transfer_params"
             )
         if not all(0 <= token_id < vocab_size for token_id in source.prompt_token_ids):
             raise InvalidRequestError(

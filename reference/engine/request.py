@@ -74,9 +74,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.source = source
-        self.all_token_ids = list(source.prompt_token_ids)
-        if source.first_token_id is not None:
-            self.all_token_ids.append(source.first_token_id)
+        self.all_token_ids = [*source.prompt_token_ids, *source.known_token_ids]
         self.mm_features = tuple(_feature(item) for item in source.items)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0

@@ -106,7 +106,7 @@ class GenerationRequest:
         lora_name: The adapter that the request uses; empty for none.
         items: In the order of their offsets, without overlap.
         continues_elsewhere: End the request after its first token, also if the answer is longer. Another node continues it.
-        first_token_id: The answer's first token, which another node has chosen. This node continues after it.
+        known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
     """
 
     request_id: str
@@ -117,7 +117,7 @@ class GenerationRequest:
     lora_name: str = ""
     items: tuple[PromptItem, ...] = ()
     continues_elsewhere: bool = False
-    first_token_id: int | None = None
+    known_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RequestOutput:
         prompt_logprobs: With the first token if the request has `num_prompt_logprobs`: one entry for each token of the
             prompt but the first.
         is_unfinished: The request ends here with `finish_reason` `"length"`, but another node continues its answer.
-        is_known: The piece is the request's `first_token_id`, which the client may have already.
+        is_known: The piece is the request's `known_token_ids`, which the client has already.
     """
 
     request_id: str

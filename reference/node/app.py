@@ -36,7 +36,7 @@ from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, Logprobs, RequestOutput
 from .fan_out import Piece, pieces_of
-from .first_token import FIRST_TOKEN, KnownToken, passed_on
+from .first_token import FIRST_TOKEN, KnownAnswer, passed_on
 from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
@@ -339,7 +339,9 @@ class NodeServer:
             reply_format,
             request_id,
             lora_name or engine.model_name,
-            int(time.time()) if client.known is None else client.known.created,
+            int(time.time())
+            if client.known is None or client.known.created is None
+            else client.known.created,
             self._names,
             client.return_token_ids,
             client.sampling.num_logprobs is not None,
@@ -355,15 +357,15 @@ class NodeServer:
                 return await self._stream(request, pieces, choices, envelope, client, outcome)
             return await self._whole(pieces, choices, envelope, client)
 
-    def _refuse_another_model(self, known: KnownToken | None) -> None:
-        """Check that this node would have chosen the token after which it is to continue.
+    def _refuse_another_model(self, known: KnownAnswer | None) -> None:
+        """Check that this node would have chosen the tokens after which it is to continue.
 
         Raises:
             ApiError: it has another model than the router knew (503).
         """
         if known is not None and known.model and known.model != self._engine.model_digest:
             raise unavailable(
-                "the answer's first token is that of another model: this node may have been restarted with other weights; "
+                "the answer is that of another model: this node may have been restarted with other weights; "
                 "send the request to another node"
             )
 
@@ -419,7 +421,7 @@ class NodeServer:
             lora_name=lora_name,
             items=client.items,
             continues_elsewhere=client.wish is not None,
-            first_token_id=None if client.known is None else client.known.token_id,
+            known_token_ids=() if client.known is None else client.known.token_ids,
         )
 
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:

@@ -1,6 +1,7 @@
-"""The first token of an answer goes from the prefill node to the client, and the decode node continues after it.
+"""An answer may begin at one node and go on at another one.
 
-The prefill node samples this token anyway. Two keys of ours in `kv_transfer_params` pass it on; connectors ignore both:
+The prefill node samples the first token anyway, and a decode node may be lost in the middle. Two keys of ours in
+`kv_transfer_params` pass on what there is of the answer; connectors ignore both:
 
 - A router asks a prefill node with `want_first_token`: `{"max_tokens": n, "include_usage": false}`, as in the client's
   request; null or absent means the default. The prefill node's answer then has `first_token`:
@@ -11,9 +12,9 @@ The prefill node samples this token anyway. Two keys of ours in `kv_transfer_par
       is_all    whether the answer ends with this token
       chunks    what a single node would have streamed so far: one chunk, or the whole stream if `is_all`
 
-- The router sends `{"token_id": ..., "created": ..., "model": ...}` as `first_token` to a decode node, whose answer is then that
-  of a single node: its stream begins with the second token, and everything else counts and contains the first one. A node with
-  another digest refuses (503): it may have been restarted with another model since the router has asked it.
+- The router sends `{"token_ids": [...], "created": ..., "model": ...}` as `continues` to a decode node, whose answer is then that
+  of a single node: its stream begins after these tokens, and everything else counts and contains them. Without tokens the answer
+  begins here. A node with another digest refuses (503): it may have been restarted with another model since the router has asked.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...connector.p2p.params import CONTINUES
+from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import RequestOutput, SamplingParams
 from .replies import Choice, Envelope
@@ -44,23 +47,24 @@ class FirstTokenWish:
 
 
 @dataclass(frozen=True)
-class KnownToken:
-    """The first token of an answer, as a prefill node chose it.
+class KnownAnswer:
+    """The beginning of an answer, as other nodes chose it.
 
     Attributes:
-        created: Seconds since 1970, for all parts of the answer.
-        model: Digest of the node that chose it. Empty: the router does not say.
+        token_ids: Empty: the answer begins here.
+        created: Seconds since 1970, for all parts of the answer. None: it begins here.
+        model: Digest of the nodes that chose it. Empty: the router does not say.
     """
 
-    token_id: int
-    created: int
+    token_ids: tuple[int, ...]
+    created: int | None
     model: str = ""
 
 
-def take_first_token(
+def take_beginning(
     params: Mapping[str, Any] | None,
-) -> tuple[Mapping[str, Any] | None, FirstTokenWish | None, KnownToken | None]:
-    """Take what is about the first token out of `kv_transfer_params`.
+) -> tuple[Mapping[str, Any] | None, FirstTokenWish | None, KnownAnswer | None]:
+    """Take what is about the beginning of the answer out of `kv_transfer_params`.
 
     Returns:
         The other params, what a prefill node is asked for, and what a decode node is given.
@@ -68,9 +72,9 @@ def take_first_token(
     Raises:
         ApiError: A value has the wrong type (400).
     """
-    if params is None or not params.keys() & {WANT_FIRST_TOKEN, FIRST_TOKEN}:
+    if params is None or not params.keys() & {WANT_FIRST_TOKEN, CONTINUES}:
         return params, None, None
-    others = {key: value for key, value in params.items() if key not in (WANT_FIRST_TOKEN, FIRST_TOKEN)}
+    others = {key: value for key, value in params.items() if key not in (WANT_FIRST_TOKEN, CONTINUES)}
     fields = Fields(params)
     wish = known = None
     if (asked := fields.optional_mapping(WANT_FIRST_TOKEN)) is not None:
@@ -78,11 +82,12 @@ def take_first_token(
         wish = FirstTokenWish(
             inner.optional_integer("max_tokens"), inner.boolean("include_usage", default=False)
         )
-    if (given := fields.optional_mapping(FIRST_TOKEN)) is not None:
+    if (given := fields.optional_mapping(CONTINUES)) is not None:
         inner = Fields(given)
-        known = KnownToken(
-            inner.integer("token_id", -1), inner.integer("created", 0), inner.text("model", "")
-        )
+        token_ids = given.get("token_ids") or []
+        if not isinstance(token_ids, list) or not all(type(each) is int for each in token_ids):
+            raise bad_request("'continues.token_ids' must be a list of integers", "kv_transfer_params")
+        known = KnownAnswer(tuple(token_ids), inner.optional_integer("created"), inner.text("model", ""))
     return others, wish, known
 
 

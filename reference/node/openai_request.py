@@ -14,7 +14,7 @@ from typing import Any
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
-from .first_token import FirstTokenWish, KnownToken, may_pass_on, take_first_token
+from .first_token import FirstTokenWish, KnownAnswer, may_pass_on, take_beginning
 from .prompt_items import parse_items
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
@@ -86,7 +86,7 @@ class ClientRequest:
         cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
         items: The parts of the prompt that are vectors rather than tokens.
         wish: Answer with the first token only, for another node that continues the answer. None: answer as usual.
-        known: The answer's first token, after which this node continues. None: this node chooses it.
+        known: The beginning of the answer, after which this node continues. None: it begins here.
     """
 
     model: str
@@ -102,7 +102,7 @@ class ClientRequest:
     cache_salt: str
     items: tuple[PromptItem, ...]
     wish: FirstTokenWish | None = None
-    known: KnownToken | None = None
+    known: KnownAnswer | None = None
 
     def without_wish(self) -> ClientRequest:
         """Return the request of a router that has to do without the first token."""
@@ -161,7 +161,7 @@ def _client_request(
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens", default_max_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens)
-    kv_transfer_params, wish, known = take_first_token(fields.optional_mapping("kv_transfer_params"))
+    kv_transfer_params, wish, known = take_beginning(fields.optional_mapping("kv_transfer_params"))
     if wish is not None:
         max_tokens = default_max_tokens if wish.max_tokens is None else wish.max_tokens
     only_echo = echo and max_tokens == 0
@@ -197,9 +197,13 @@ def _client_request(
         raise bad_request(
             f"n={num_answers}: with do_remote_decode it must be 1, because a node loads a prompt once", "n"
         )
-    if known is not None and (num_answers * len(prompts) > 1 or echo or not may_pass_on(sampling)):
+    if (
+        known is not None
+        and known.token_ids
+        and (num_answers * len(prompts) > 1 or echo or not may_pass_on(sampling))
+    ):
         raise bad_request(
-            "kv_transfer_params.first_token needs one answer to one prompt, temperature 0 or a seed, and neither echo "
+            "kv_transfer_params.continues needs one answer to one prompt, temperature 0 or a seed, and neither echo "
             "nor log probabilities: leave it out",
             "kv_transfer_params",
         )

@@ -64,7 +64,7 @@ def test_parsing_does_not_change_the_params() -> None:
 
 def test_a_question_about_the_node_and_an_answer_that_another_node_began() -> None:
     assert parse_transfer_params({"describe": True}) == TransferWish(describe=True)
-    assert parse_transfer_params({"first_token": {"model": "digest"}}) == TransferWish(continues="digest")
+    assert parse_transfer_params({"continues": {"model": "digest"}}) == TransferWish(continues="digest")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("do_remote_prefill", 1),
         ("do_remote_decode", "true"),
         ("describe", 1),
-        ("first_token", "digest"),
-        ("first_token", {}),
-        ("first_token", {"model": 5}),
+        ("continues", "digest"),
+        ("continues", {}),
+        ("continues", {"model": 5}),
         ("remote_engine_id", ""),
         ("remote_engine_id", 5),
         ("remote_engine_id", "x" * 1025),

@@ -58,8 +58,8 @@ async def test_first_token_and_rest_are_one_nodes_stream(tiny_model: Callable[[s
             if first["is_all"]:
                 found += b"data: [DONE]\n\n"
             else:
-                known = {"token_id": first["token_id"], "created": first["created"]}
-                found += await ask(path, body | {"kv_transfer_params": {"first_token": known}})
+                known = {"token_ids": [first["token_id"]], "created": first["created"]}
+                found += await ask(path, body | {"kv_transfer_params": {"continues": known}})
             assert normalized(found) == expected
 
 
@@ -84,15 +84,16 @@ async def test_what_a_node_does_not_pass_on_or_continue(tiny_model: Callable[[st
             assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
             assert "first_token" not in answer
         for known, fields in (
-            ({"token_id": 7}, {"max_tokens": 1}),  # it ends the answer
-            ({"token_id": 256}, {"max_tokens": 5}),  # it is the end token
-            ({"token_id": 300}, {"max_tokens": 5}),
-            ({"token_id": "7"}, {"max_tokens": 5}),
-            ({}, {"max_tokens": 5}),
-            ({"token_id": 7}, {"max_tokens": 5, "temperature": 1}),
-            ({"token_id": 7}, {"max_tokens": 5, "n": 2}),
+            ({"token_ids": [7]}, {"max_tokens": 1}),  # it ends the answer
+            ({"token_ids": [256]}, {"max_tokens": 5}),  # it is the end token
+            ({"token_ids": [300]}, {"max_tokens": 5}),
+            ({"token_ids": ["7"]}, {"max_tokens": 5}),
+            ({"token_ids": 7}, {"max_tokens": 5}),
+            ({"token_ids": [7, 256, 8]}, {"max_tokens": 5}),
+            ({"token_ids": [7]}, {"max_tokens": 5, "temperature": 1}),
+            ({"token_ids": [7]}, {"max_tokens": 5, "n": 2}),
         ):
-            status, answer = await ask({"first_token": known}, **fields)
+            status, answer = await ask({"continues": known}, **fields)
             assert status == 400, answer
-        status, answer = await ask({"first_token": {"token_id": 7, "model": "another one"}}, max_tokens=5)
+        status, answer = await ask({"continues": {"token_ids": [7], "model": "another one"}}, max_tokens=5)
         assert (status, "another model" in answer["error"]["message"]) == (503, True)

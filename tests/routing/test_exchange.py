@@ -64,11 +64,11 @@ class SendsTheTokenTwice(Exchange):
     """The decode node's own first token is not taken out."""
 
     def decode_answered(self, begun: Any) -> Actions:
-        token, self.token = self.token, None
+        first, self._first = self._first, None
         try:
             return super().decode_answered(begun)
         finally:
-            self.token = token
+            self._first = first
 
 
 class ForgetsTheRelease(Exchange):
@@ -84,7 +84,59 @@ class ReleasesWhatWasLoaded(Exchange):
 
 class RetriesAfterBytesWereSent(Exchange):
     def decode_broke(self, error: ApiError) -> Actions:
+        self.beginning = None
         return self._again(does.Note("decode lost", error))
+
+
+class GivesAnswersUp(Exchange):
+    def decode_broke(self, error: ApiError) -> Actions:
+        return self._fail(error)
+
+
+class MovesWithTheFirstTokenOnly(Exchange):
+    """The tokens that follow the first event are not counted."""
+
+    def events_arrived(self, events: Iterable[Event]) -> Actions:
+        before, self.beginning = self.beginning, None
+        actions = super().events_arrived(events)
+        self.beginning = before
+        return actions
+
+
+class CountsRepeatedTokens(Exchange):
+    """The node's own first token, which the client has from the prefill node, is counted once more."""
+
+    def decode_answered(self, begun: Any) -> Actions:
+        if self.beginning is not None:
+            self.beginning.repeat = lambda: None  # type: ignore[method-assign]
+        return super().decode_answered(begun)
+
+
+class MovesAnswersThatAreOver(Exchange):
+    def _end_of_lost(self, error: ApiError) -> Actions:
+        return self._again(does.Note("answer moved", error))
+
+
+class MovesToTheLostNode(Exchange):
+    def _again(self, note: does.Note) -> Actions:
+        if note.fact == "answer moved":
+            self.tried_decode = {}
+        return super()._again(note)
+
+
+class LeavesTheLostStreamOpen(Exchange):
+    def decode_broke(self, error: ApiError) -> Actions:
+        actions = super().decode_broke(error)
+        return [action for action in actions if not isinstance(action, does.EndDecode)]
+
+
+class GoesOnAfterOtherTokens(Exchange):
+    """A node that chose other tokens is believed."""
+
+    def _other_token(self, releases: Actions) -> Actions:
+        return (
+            [*releases, *self._end(does.End())] if self._after is not None else super()._other_token(releases)
+        )
 
 
 class LetsTheWrongNodeContinue(Exchange):
@@ -95,10 +147,9 @@ class LetsTheWrongNodeContinue(Exchange):
 class BeginsTheSecondHalfAnew(Exchange):
     """The node that chose another token is not told after which one to continue."""
 
-    def _ask_to_continue(self, releases: Actions) -> Actions:
-        *rest, _ = super()._ask_to_continue(releases)
-        assert self.decode is not None
-        return [*rest, does.AskDecode(self.decode, None, None)]
+    def _other_token(self, releases: Actions) -> Actions:
+        *rest, last = super()._other_token(releases)
+        return [*rest, does.AskDecode(last.node, None, None) if isinstance(last, does.AskDecode) else last]
 
 
 class EndsTwice(Exchange):
@@ -177,10 +228,10 @@ class NeverDecodesAlone(Exchange):
 
 
 BUGS = {
-    SendsTheTokenTwice: "the client gets each byte of one answer, once and in order",
+    SendsTheTokenTwice: "a stream begins once",
     ForgetsTheRelease: "an offer that no node loads is released",
     ReleasesWhatWasLoaded: "an offer that was loaded is not released",
-    RetriesAfterBytesWereSent: "a stream begins once",
+    RetriesAfterBytesWereSent: "",  # the stream begins twice, or what the client has is forgotten
     LetsTheWrongNodeContinue: "only a node that can continues",
     BeginsTheSecondHalfAnew: "the second half follows the token that the client has",
     EndsTwice: "the client gets exactly one end",
@@ -194,6 +245,13 @@ BUGS = {
     ShowsTheOffer: "the client ",
     LosesTheOfferOfTheAnswer: "every offer of an answer is kept or released",
     DropsAnEvent: "the client gets each byte of one answer, once and in order",
+    GivesAnswersUp: "an error is given only if no node could answer",
+    MovesWithTheFirstTokenOnly: "a node that goes on knows all that the client has",
+    CountsRepeatedTokens: "a node that goes on knows all that the client has",
+    MovesAnswersThatAreOver: "no node is asked to go on with an answer that is over",
+    MovesToTheLostNode: "a node that was lost is not asked again",
+    LeavesTheLostStreamOpen: "",  # a second one begins, or it outlasts the exchange
+    GoesOnAfterOtherTokens: "the client gets each byte of one answer, once and in order",
     GivesUpAtTheFirstLoss: "an error is given only if no node could answer",
     NeverDecodesAlone: "an error is given only if no node could answer",
 }
@@ -202,7 +260,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_each_planted_bug_is_caught(bug: type[Exchange]) -> None:
     with pytest.raises((PromiseBrokenError, AssertionError), match=f"^{BUGS[bug]}"):
-        explore(3_000, bug)
+        explore(10_000, bug)
 
 
 def test_a_change_that_the_table_does_not_have_is_refused() -> None:

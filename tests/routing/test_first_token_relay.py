@@ -94,7 +94,9 @@ class Decode:
 
     @property
     def given(self) -> list[Any]:
-        return [(body.get("kv_transfer_params") or {}).get("first_token") for body in self.asked]
+        """What the node was told of the answer, per request. None: it begins there."""
+        told = [(body.get("kv_transfer_params") or {}).get("continues") for body in self.asked]
+        return [each if each is not None and "token_ids" in each else None for each in told]
 
     @property
     def met(self) -> list[bool]:
@@ -151,7 +153,7 @@ async def test_the_client_has_the_first_token_before_the_decode_node_answers() -
         "max_tokens": 9,
         "include_usage": False,
     }
-    assert decode.given == [{"token_id": 1, "created": 5, "model": MODEL}]
+    assert decode.given == [{"token_ids": [1], "created": 5, "model": MODEL}]
     assert decode.asked[0]["max_tokens"] == 9
     assert not prefill.released.is_set()
 
@@ -161,7 +163,7 @@ async def test_a_second_decode_node_continues_after_the_token_that_was_sent() ->
     async with routed([prefill], [dying, well]) as client:
         assert await ask(client) == (200, event("t1") + REST)
     assert len(prefill.asked) == 2
-    assert dying.given == well.given == [{"token_id": 1, "created": 5, "model": MODEL}]
+    assert dying.given == well.given == [{"token_ids": [1], "created": 5, "model": MODEL}]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ async def test_for_a_prompt_of_one_chunk_the_decode_node_is_asked_to_continue(pr
         assert await ask(client, prompt=prompt) == (200, event("t1") + REST)
         assert await ask(client, prompt=prompt, n=2) == (200, REST)  # has no token to continue after
     assert (decode.given, decode.met) == (
-        [{"token_id": 1, "created": 5, "model": MODEL}, None],
+        [{"token_ids": [1], "created": 5, "model": MODEL}, None],
         [False, True],
     )
 
@@ -293,7 +295,7 @@ async def test_a_decode_node_that_chose_another_token_continues_after_the_client
             sent.set()
             assert await response.read() == REST
         assert await count_of(client, "kvferry_router_other_first_tokens_total") == 1
-    assert decode.given == [None, {"token_id": 1, "created": 5, "model": MODEL}]
+    assert decode.given == [None, {"token_ids": [1], "created": 5, "model": MODEL}]
     assert decode.met == [True, False]
     assert len(prefill.asked) == 1
 
@@ -317,7 +319,7 @@ async def test_a_decode_node_that_is_lost_after_the_first_token_is_replaced_by_o
             assert await response.read() == REST
     met, continued = sorted(decodes, key=lambda decode: decode.met, reverse=True)
     assert (met.met, met.given) == ([True], [None])
-    assert (continued.met, continued.given) == ([False], [{"token_id": 1, "created": 5, "model": MODEL}])
+    assert (continued.met, continued.given) == ([False], [{"token_ids": [1], "created": 5, "model": MODEL}])
     assert len(prefill.asked) == 2
 
 

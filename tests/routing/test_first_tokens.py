@@ -13,17 +13,16 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvferry.reference.engine.default_model import default_model_folder
-from kvferry.router.first_tokens import (
+from kvferry.router.beginnings import (
     COMPLETIONS,
     Abilities,
     OtherTokenError,
-    PassedToken,
-    StitchedToken,
-    first_token_of,
-    is_expected,
+    StitchedBeginning,
     is_possible,
     is_stitchable,
+    take_token_ids,
 )
+from kvferry.router.first_tokens import PassedToken, StitchedToken, first_token_of, is_expected
 from kvferry.web.sse import Event, Filter, Splitter, events_of, passing
 from tests.support.tiny_models import byte_tokenizer
 
@@ -68,24 +67,29 @@ class Server:
                 return prompt[-size:]
         return prompt
 
-    def stream(self, prompt: list[int], tokens: list[int], max_tokens: int, *, usage: bool) -> bytes:
+    def stream(
+        self, prompt: list[int], tokens: list[int], max_tokens: int, *, usage: bool, per_event: int = 0
+    ) -> bytes:
+        """Write a stream. `per_event`: tokens per event, whose ids are asked for; 0: one, and they are not."""
         sent = self._pieces(prompt, tokens, max_tokens)
+        size = per_event or 1
+        pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
         chunks: list[dict[str, Any]] = [
             {
                 **self._head,
                 "choices": [
                     {
                         "index": 0,
-                        "text": text,
+                        "text": "".join(text for _, text, _ in piece),
                         "logprobs": None,
-                        "finish_reason": reason,
+                        "finish_reason": piece[-1][2],
                         "stop_reason": None,
-                        "prompt_token_ids": None,
-                        "token_ids": None,
+                        "prompt_token_ids": prompt if per_event and number == 0 else None,
+                        "token_ids": [token for token, _, _ in piece] if per_event else None,
                     }
                 ],
             }
-            for _, text, reason in sent
+            for number, piece in enumerate(pieces)
         ]
         if sent[-1][2] is not None:
             chunks[-1] |= {} if usage else BUILD
@@ -135,17 +139,67 @@ def test_a_stitched_stream_is_one_servers_byte_for_byte(
     if first.is_all:
         assert expected == raw(first.events) + b"data: [DONE]\n\n"
         return
-    asked = first.decode_body(body, OFFER)
-    assert asked["kv_transfer_params"] == {**OFFER, "first_token": {"model": IDENTITY}}
+    beginning = first.beginning()
+    asked = beginning.decode_body(body, OFFER)
+    assert asked["kv_transfer_params"] == {**OFFER, "continues": {"model": IDENTITY}}
     other = Server(tokenizer, created=101)
     rest = other.stream(asked["prompt"], tokens[1:], asked["max_tokens"], usage=usage)
     cut = data.draw(st.integers(0, len(rest)))
-    assert raw(first.events) + through(first.continued(), rest[:cut], rest[cut:]) == expected
+    assert raw(first.events) + through(beginning.continued(), rest[:cut], rest[cut:]) == expected
 
     # A decode node that was asked at the same time has chosen this token too.
     own = other.stream(prompt_ids, tokens, max_tokens, usage=usage)
     cut = data.draw(st.integers(0, len(own)))
     assert raw(first.events) + through(first.removed(), own[:cut], own[cut:]) == expected
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), prompt=TEXTS, answer=TEXTS, max_tokens=st.integers(1, 12), usage=st.booleans())
+def test_a_stream_that_goes_on_elsewhere_is_one_servers(
+    name: str, data: Any, prompt: str, answer: str, max_tokens: int, usage: bool
+) -> None:
+    """Wherever the servers are lost, and however many tokens a busy one puts into an event."""
+    tokenizer = TOKENIZERS[name]
+    prompt_ids, tokens = tokenizer.encode(prompt).ids, [*tokenizer.encode(answer).ids, 0]
+    body = {**BODY, "max_tokens": max_tokens, "stream_options": {"include_usage": usage}}
+    expected = Server(tokenizer, created=100).stream(prompt_ids, tokens, max_tokens, usage=usage)
+
+    begun = StitchedBeginning(100, IDENTITY, tuple(prompt_ids), max_tokens)
+    received: list[Event] = []
+    for number in range(data.draw(st.integers(0, 3)) + 1):
+        asked = begun.decode_body(body, OFFER)
+        rest = tokens[len(asked["prompt"]) - len(prompt_ids) :]
+        per_event = data.draw(st.integers(1, 3))
+        written = Server(tokenizer, created=100 + number).stream(
+            asked["prompt"], rest, asked["max_tokens"], usage=usage, per_event=per_event
+        )
+        events, change = events_of(written), begun.continued()
+        events = events[: data.draw(st.integers(0, len(events)))] if number < 3 else events
+        for each in events:
+            event, token_ids = take_token_ids(each)
+            received += change(event)
+            begun.add(token_ids, event)
+        if begun.is_over:
+            received += [event for event in events_of(expected) if not text_of(event)][-1:]
+            break
+    else:
+        assert begun.num_tokens <= len(tokens)
+        assert "".join(map(text_of, events_of(expected))).startswith("".join(map(text_of, received)))
+        return
+    assert "".join(map(text_of, received)) == "".join(map(text_of, events_of(expected)))
+    usages = [event.content["usage"] for event in received if "usage" in event.content]
+    assert usages in (
+        [],
+        [event.content["usage"] for event in events_of(expected) if "usage" in event.content],
+    )
+    assert {event.content["created"] for event in received if event.content} == {100}
+    assert not any(b'token_ids":[' in event.raw for event in received)
+
+
+def text_of(event: Event) -> str:
+    choices = event.content.get("choices")
+    return choices[0]["text"] if choices else ""
 
 
 def raw(events: Iterable[Event]) -> bytes:
@@ -299,10 +353,11 @@ def test_an_answer_that_is_too_long_for_a_server_is_not_continued_there() -> Non
     server = Server(TOKENIZERS["bytes"], created=1)
     first = StitchedToken.of(BODY, server.whole([65] * 10, [66, 67, 0]))
     assert first is not None
-    assert not first.can_continue_at(Abilities(IDENTITY, vllm_max_model_len=17))
-    assert first.can_continue_at(Abilities(IDENTITY, vllm_max_model_len=18))
-    assert not first.can_continue_at(Abilities(vllm_max_model_len=18))
-    assert not first.can_continue_at(Abilities("0123456789abcdef", vllm_max_model_len=18))
+    beginning = first.beginning()
+    assert not beginning.can_continue_at(Abilities(IDENTITY, vllm_max_model_len=17))
+    assert beginning.can_continue_at(Abilities(IDENTITY, vllm_max_model_len=18))
+    assert not beginning.can_continue_at(Abilities(vllm_max_model_len=18))
+    assert not beginning.can_continue_at(Abilities("0123456789abcdef", vllm_max_model_len=18))
 
 
 def test_a_token_of_a_server_that_does_not_know_its_model_is_not_passed_on() -> None:

@@ -74,9 +74,9 @@ class VllmServer:
         return await self.decode(params)
 
     async def decode(self, params: dict[str, Any]) -> web.StreamResponse:
-        begun_by = params.get("first_token", {}).get("model", self.identity)
+        begun_by = params.get("continues", {}).get("model", self.identity)
         reason = None if begun_by == self.identity else REFUSAL
-        text = "rest" if "first_token" in params else "whole"
+        text = "rest" if isinstance(self.asked[-1]["prompt"], list) else "whole"
         chunk = {"created": 6, "choices": [{"text": text, "stop_reason": reason}]}
         stream = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         return web.Response(text=stream, content_type="text/event-stream")
@@ -132,7 +132,7 @@ async def test_a_first_token_is_passed_on_between_equal_servers() -> None:
         assert await text_of(client) == "t1rest"
     (asked,) = decode.asked
     assert asked["prompt"] == [1, 2, 3, 7]
-    assert asked["kv_transfer_params"]["first_token"] == {"model": "identity"}
+    assert asked["kv_transfer_params"]["continues"] == {"model": "identity"}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ async def received(body: dict[str, Any], *, first_token: bool = True) -> dict[st
     (asked,) = prefill.asked
     assert asked.pop("kv_transfer_params")["do_remote_decode"]
     # The decode node receives everything.
-    assert body.items() <= decode.asked[0].items() or "first_token" in decode.asked[0]["kv_transfer_params"]
+    assert body.items() <= decode.asked[0].items() or "continues" in decode.asked[0]["kv_transfer_params"]
     return asked
 
 

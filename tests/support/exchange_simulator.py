@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.router import exchange as does
+from kvferry.router.beginnings import OtherTokenError
 from kvferry.router.exchange import Action, Begun, Exchange, Offer, State
-from kvferry.router.first_tokens import OtherTokenError
 from kvferry.router.sessions import Conversation
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
@@ -24,13 +24,51 @@ LAST = Event(b'data: {"n": 3, "kv_transfer_params": {"answer_lease_s": 60}}\n\n'
 LAST_SEEN = Event(b'data: {"n": 3, "kv_transfer_params": null}\n\n')
 ERROR = Event(b'data: {"error": {"message": "the load failed"}}\n\n')
 #: What a node answers, and what another one may answer whose logits are almost equal.
+NUM_TOKENS = 4
 ANSWERS = {
-    name: [Event(b'data: {"n": "%s%d"}\n\n' % (name.encode(), number)) for number in (1, 2)] for name in "ab"
+    name: [Event(b'data: {"n": "%s%d"}\n\n' % (name.encode(), number)) for number in range(NUM_TOKENS)]
+    for name in "ab"
 }
+TOKENS = {event.raw for events in ANSWERS.values() for event in events}
 
 
 class PromiseBrokenError(AssertionError):
     """An exchange did what it promises not to do. The message begins with the promise."""
+
+
+@dataclass
+class Told:
+    """What the client has of an answer. `is_other`: the next node goes on otherwise than the one before had begun to."""
+
+    num_tokens: int = 0
+    is_other: bool = False
+    num_repeated: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_tokens == NUM_TOKENS
+
+    def can_continue_at(self, abilities: bool) -> bool:
+        return abilities
+
+    def continued(self) -> Callable[[Event], Iterable[Event]]:
+        def change(event: Event) -> Iterable[Event]:
+            if self.is_other:
+                raise OtherTokenError
+            return (event,)
+
+        return change
+
+    def repeat(self) -> None:
+        self.num_repeated = self.num_tokens
+
+    def add(self, token_ids: object, event: Event) -> None:
+        if event.raw not in TOKENS:
+            return
+        if self.num_repeated:
+            self.num_repeated -= 1
+        else:
+            self.num_tokens += 1
 
 
 @dataclass(frozen=True)
@@ -41,11 +79,8 @@ class Token:
     events: tuple[Event, ...] = (ANSWERS["a"][0],)
     whole: Mapping[str, Any] | None = None
 
-    def can_continue_at(self, abilities: bool) -> bool:
-        return abilities
-
-    def continued(self) -> Callable[[Event], Iterable[Event]]:
-        return lambda event: (event,)
+    def beginning(self) -> Told:
+        return Told(1)
 
     def removed(self) -> Callable[[Event], Iterable[Event]]:
         first = iter([True])
@@ -123,6 +158,7 @@ class Schedule:
         self.has_failed_at_once = False
         self.may_fail = ""  # why an error is right
         self.has_streamed = False
+        self.follows = drawn.random() < 0.8
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -179,10 +215,13 @@ class Schedule:
         is_whole = bool(self.ends) and isinstance(self.ends[0], does.End)
         got = [event.raw for event in self.received if event.raw != ERROR.raw]
         is_right = False
+        is_cut = ERROR in self.received  # the node has given the answer up, and no other one could go on
         for events in ANSWERS.values():
             for rest in ([LAST_SEEN, DONE], [DONE]):
                 expected = [event.raw for event in (*events, *rest)]
-                is_right |= got == expected if is_whole else got == expected[: len(got)]
+                part = got[:-1] if is_cut and got[-1:] == [DONE.raw] else got
+                may_be_part = is_cut or not is_whole
+                is_right |= part == expected[: len(part)] if may_be_part else got == expected
         is_right |= is_whole and got == [ANSWERS["a"][0].raw, DONE.raw]  # the token was all
         self.promise("the client gets each byte of one answer, once and in order", kept=is_right)
 
@@ -214,11 +253,21 @@ class Schedule:
                 node: Any = action.node
                 self.promise("one decode at a time", kept=self.decode is None)
                 self.promise("only a node that can continues", kept=after is None or bool(node.abilities))
-                has_token = exchange.token is not None and exchange.state is not State.RENDEZVOUS
+                has_token = exchange.beginning is not None and exchange.state is not State.RENDEZVOUS
                 self.promise(
                     "the second half follows the token that the client has",
                     kept=not has_token or after is not None,
                 )
+                num_received = sum(event.raw in TOKENS for event in self.received)
+                self.promise(
+                    "a node that goes on knows all that the client has",
+                    kept=after is None or not exchange.is_stream or after.num_tokens == num_received,
+                )
+                self.promise(
+                    "no node is asked to go on with an answer that is over",
+                    kept=after is None or not after.is_over,
+                )
+                self.promise("a node that was lost is not asked again", kept=node not in self.lost_decodes)
                 self.decode, self.stream = action, None
                 exchange.tried_decode[node] = None
             case does.EndPrefill():
@@ -238,6 +287,9 @@ class Schedule:
                 self.released.append(offer)
             case does.Keep(_, params):
                 self.kept += params is not None
+            case does.Note("answer moved"):
+                lost: Any = exchange.decode
+                self.lost_decodes.add(lost)
             case does.Send(events):
                 self.promise("nothing is sent after the end", kept=not self.ends)
                 self.received += events
@@ -266,7 +318,7 @@ class Schedule:
     def choose(self) -> list[Action]:
         exchange = self.exchange
         fits = [node for node in self.decodes if node not in exchange.tried_decode]
-        if exchange.token is not None:
+        if exchange.beginning is not None:
             fits = [node for node in fits if node.abilities]
         if not fits:
             return self.without_decode()
@@ -274,7 +326,7 @@ class Schedule:
         return exchange.decode_chosen(node)
 
     def without_decode(self) -> list[Action]:
-        able = (node for node in self.decodes if node.abilities or self.exchange.token is None)
+        able = (node for node in self.decodes if node.abilities or self.exchange.beginning is None)
         if self.lost_decodes.issuperset(able):
             self.may_fail = "every decode node was lost"
         return self.exchange.no_decode_node(ApiError(503, "no decode node", kind="x"))
@@ -333,30 +385,35 @@ class Schedule:
             exchange.tried_decode[node] = RuntimeError("lost")  # type: ignore[assignment]
             return exchange.decode_lost(RuntimeError("lost"))
         result: Any = self.drawn.choice(("loaded", "failed", "none", "unknown"))
-        has_token = exchange.token is not None
         if not exchange.is_stream:
             return exchange.decode_answered(Begun(200, {}, False, b"{}", (), result))
         # A node that has to continue does; the others may choose another token.
-        name = "a" if asked.after is not None or self.drawn.random() < 0.7 else "b"
-        events = list(ANSWERS[name])
-        if asked.after is not None and has_token:
-            events = events[1:]
+        told: Any = asked.after
+        got = [event.raw for event in self.received]
+        name = "b" if ANSWERS["b"][0].raw in got else "a"  # that the client has the beginning of
+        if told is None:
+            name = "a" if self.drawn.random() < 0.7 else "b"
+        elif told.num_tokens > 1 and self.drawn.random() < 0.05:
+            told.is_other, self.may_fail = True, "another node chose other tokens"
+        events = list(ANSWERS[name][0 if told is None else told.num_tokens :])
         if self.offers_answer:
             events.append(LAST)
         if self.drawn.random() < 0.1:
-            events.append(ERROR)
+            events = [*events[: self.drawn.randint(0, len(events))], ERROR]
         self.stream = [*events, DONE]
         num = self.drawn.randint(1, len(self.stream))
         begun, self.stream = self.stream[:num], self.stream[num:]
         self.num_answer_offers += LAST in begun
-        return exchange.decode_answered(Begun(200, {}, True, b"", begun, result))
+        follows: Any = Told() if self.follows and node.abilities else None  # no other node could go on
+        return exchange.decode_answered(Begun(200, {}, True, b"", begun, result, beginning=follows))
 
     def decode_goes_on(self) -> list[Action]:
         assert self.stream is not None
         if not self.stream:
             return self.exchange.decode_ended()
         if self.drawn.random() < self.p_loss / 3:
-            self.may_fail = "the answer was lost in the middle"
+            if self.exchange.beginning is None:
+                self.may_fail = "the answer was lost in the middle"
             return self.exchange.decode_broke(ApiError(502, "lost in the middle", kind="server_error"))
         num = self.drawn.randint(1, len(self.stream))
         events, self.stream = self.stream[:num], self.stream[num:]

@@ -644,7 +644,7 @@ class TestContinuing:
     @pytest.mark.parametrize("fields", [{}, {"weights": "other", "tokenizer": "t"}, FIELDS])
     def test_it_continues_only_after_a_token_of_its_own_model(self, fields):
         side, request = self.node(fields), _request("r", {})
-        request.kv_transfer_params = {"first_token": {"model": self.node(self.FIELDS).identity}}
+        request.kv_transfer_params = {"continues": {"model": self.node(self.FIELDS).identity}}
         request.max_tokens, request.stop_reason = 8, None
         request.sampling_params = sampling = SimpleNamespace(stop_token_ids=[1])
         side.on_new_request(request)

@@ -22,7 +22,7 @@ def test_it_refuses_to_continue_another_models_answer_whatever_its_policy(pair, 
     """A load that fails would be recomputed under one of the two policies, and the answer would go on with another model."""
     tokens = prompt(100)
     offered = pair.prefilled(tokens)
-    params = {**offered, "first_token": {"model": "0" * 64}}
+    params = {**offered, "continues": {"model": "0" * 64}}
     refused = pair.decode.ask(next(pair.names), [*tokens, 7], 8, params)
     assert len(refused["tokens"]) == 1
     assert refused["stop_reason"].startswith("kvferry refused to continue: ")
@@ -33,6 +33,6 @@ def test_it_refuses_to_continue_another_models_answer_whatever_its_policy(pair, 
 def test_it_continues_its_own_models(pair, prompt, policy):
     own = pair.decode.ask(next(pair.names), prompt(1), 1, {"describe": True})["params"]["remote_identity"]
     tokens = [*prompt(100), 7]
-    params = {**pair.prefilled(tokens[:-1]), "first_token": {"model": own}}
+    params = {**pair.prefilled(tokens[:-1]), "continues": {"model": own}}
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     pair.assert_like_alone(tokens, answer)

@@ -1,0 +1,418 @@
+"""What the client has of an answer, so that another node can go on with it.
+
+Comes in: the first token of a prefill node, and the events of a decode node's stream with the ids of their tokens. Goes out: the
+request to a decode node that goes on after them, and what turns its stream into the rest of the client's. Does no I/O.
+
+What must never break: no token is repeated, left out, or chosen by another model. Only answers are followed whose next token
+depends on nothing but the model and the tokens so far.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..connector.p2p.params import CONTINUES
+from ..web.sse import Event, Filter
+
+COMPLETIONS = "/v1/completions"
+REPLACEMENT = "\ufffd"
+_CREATED = re.compile(rb'("created":\s*)\d+')
+#: In a text the quotes would be escaped, so these are keys.
+_TOKEN_IDS = re.compile(rb'(,\s*)?"token_ids":\s*\[([\d,\s]*)\]')
+_PROMPT_TOKEN_IDS = re.compile(rb'"prompt_token_ids":\s*\[[\d,\s]*\]')
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a node can do with the beginning of an answer.
+
+    Attributes:
+        continues_answers: It goes on with answers of nodes with this digest of their model: they would have chosen the same tokens
+            for the same request. Empty: with those of none.
+        vllm_max_model_len: The longest sequence of a vLLM server, prompt and answer together. 0: it is none.
+        vllm_models: The names of its model. Those of adapters are not among them.
+    """
+
+    continues_answers: str = ""
+    vllm_max_model_len: int = 0
+    vllm_models: frozenset[str] = frozenset()
+
+
+class OtherTokenError(Exception):
+    """A node chose other tokens than another one whose tokens the client has: two logits were almost equal."""
+
+
+class Beginning(ABC):
+    """The tokens of an answer that the client has.
+
+    Attributes:
+        created: Of all parts of the answer.
+        is_over: The last token has arrived, so that nothing is left to be computed.
+    """
+
+    created: int
+    is_over: bool
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """How many tokens another node is told."""
+
+    @abstractmethod
+    def can_continue_at(self, node: Abilities) -> bool:
+        """Whether a decode node can go on with the answer."""
+
+    @abstractmethod
+    def decode_body(
+        self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the body for that decode node.
+
+        Args:
+            body: The client's.
+            kv_transfer_params: The offer; None if there is none.
+        """
+
+    @abstractmethod
+    def continued(self) -> Filter:
+        """Return what turns that node's stream into the rest of the client's.
+
+        It raises `OtherTokenError` if the node begins otherwise than the one before had gone on.
+        """
+
+    @abstractmethod
+    def repeat(self) -> None:
+        """Note that the events which follow come from a node that chooses all tokens itself, also those that are known."""
+
+    @abstractmethod
+    def add(self, token_ids: Sequence[int], event: Event) -> None:
+        """Take in an event of a node's stream, with the ids of its tokens."""
+
+
+# -- which answers ---------------------------------------------------------------------------------
+
+
+def is_possible(body: Mapping[str, Any]) -> bool:
+    """Whether a prefill node of any kind may be asked for the first token of a request's answer.
+
+    The prefill node does not receive the fields about several answers and the least length, so it could not respect them.
+    """
+    return all(body.get(name) in allowed for name, allowed in _DECODE_ONLY.items())
+
+
+_DECODE_ONLY: Mapping[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "min_tokens": (None, 0),
+}
+
+
+def is_determined(body: Mapping[str, Any]) -> bool:
+    """Whether all that a reference node answers follows from the request and the tokens so far, and can be passed on in parts."""
+    scores = body.get("logprobs")  # 0 asks for the token's own
+    asks_for_scores = (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
+    is_known = body.get("temperature") == 0 or body.get("seed") is not None
+    return is_known and not asks_for_scores and not body.get("echo")
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or value is False or value in (0, "", [], {})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _only_asks_for_usage(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and value.keys() <= {"include_usage"})
+
+
+#: The fields of a request whose answer can be stitched, and which of their values. Everything else may change a token by what was
+#: sampled before it, or asks for something that a chunk of one token does not contain.
+_STITCHABLE: Mapping[str, Callable[[object], bool]] = {
+    "model": lambda value: True,
+    "prompt": lambda value: True,
+    "user": lambda value: True,
+    "cache_salt": lambda value: True,
+    "priority": lambda value: True,
+    # Greedy only: vLLM draws from a generator per request, which the decode node would start anew.
+    "temperature": lambda value: _is_number(value) and value == 0,
+    "seed": lambda value: True,
+    # None of these changes which token is the likeliest.
+    "top_p": lambda value: True,
+    "top_k": lambda value: True,
+    "min_p": lambda value: True,
+    # This one counts the tokens of prompt and answer alike.
+    "repetition_penalty": lambda value: True,
+    "logit_bias": lambda value: True,
+    "ignore_eos": lambda value: True,
+    "stop_token_ids": lambda value: True,
+    "max_tokens": lambda value: type(value) is int and value >= 1,
+    "stream": lambda value: value is True,
+    "stream_options": _only_asks_for_usage,
+    "logprobs": lambda value: value is None,  # 0 asks for the token's own
+    "prompt_logprobs": lambda value: value is None,
+    "n": lambda value: value in (None, 1),
+    "best_of": lambda value: value in (None, 1),
+    **dict.fromkeys(
+        (
+            "echo",
+            "presence_penalty",
+            "frequency_penalty",
+            "stop",
+            "suffix",
+            "min_tokens",
+            "use_beam_search",
+            "return_token_ids",
+            "kv_transfer_params",
+        ),
+        _is_nothing,
+    ),
+}
+_NEEDED = frozenset({"temperature", "max_tokens", "stream"})
+
+
+def is_stitchable(body: Mapping[str, Any], path: str) -> bool:
+    """Whether a request to servers of vLLM can be answered in two parts that are those of one server."""
+    return (
+        path == COMPLETIONS
+        and body.keys() >= _NEEDED
+        and all(name in _STITCHABLE and _STITCHABLE[name](value) for name, value in body.items())
+    )
+
+
+def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
+    """Whether a decode node's stream can be continued elsewhere if the node is lost.
+
+    A server of vLLM begins a request anew: with a generator of random numbers, counts of tokens and a grammar that know nothing
+    of the answer so far. So its answer must be one that could be put together from two.
+    """
+    if not body.get("stream") or not node.continues_answers:
+        return False
+    if not node.vllm_max_model_len:
+        return is_possible(body) and is_determined(body)
+    model = body.get("model")  # the identity is that of the model without an adapter
+    return (model is None or model in node.vllm_models) and is_stitchable(body, path)
+
+
+def followed_body(body: Mapping[str, Any], node: Abilities) -> dict[str, Any]:
+    """Return a decode request whose stream has the ids of its tokens, of which the node is the one that was asked what it is."""
+    params = body.get("kv_transfer_params") or {}
+    # A node that was restarted with another model since then refuses.
+    params = {CONTINUES: {"model": node.continues_answers}, **params}
+    return {**body, "return_token_ids": True, "kv_transfer_params": params}
+
+
+def beginning_of(body: Mapping[str, Any], path: str, node: Abilities, event: Event) -> Beginning | None:
+    """Return what the client has before the first event of a stream: no token. None if the answer cannot be followed."""
+    created = event.content.get("created")
+    if not is_followed(body, path, node) or type(created) is not int:
+        return None
+    if not node.vllm_max_model_len:
+        return ReferenceBeginning(created, node.continues_answers)
+    if not (prompt := ids_in(choice_of(event.content).get("prompt_token_ids"))):
+        return None
+    return StitchedBeginning(created, node.continues_answers, prompt, int(body["max_tokens"]))
+
+
+def take_token_ids(event: Event, *, keep: bool = False) -> tuple[Event, tuple[int, ...]]:
+    """Take the ids of its tokens out of an event, for which the client has not asked.
+
+    Args:
+        keep: The client has asked for them.
+
+    Returns:
+        The event for the client, and the ids.
+    """
+    if (found := _TOKEN_IDS.search(event.raw)) is None:
+        return event, ()
+    token_ids = tuple(int(each) for each in found[2].split(b",") if each.strip())
+    if keep:
+        return event, token_ids
+    # vLLM writes null for what it was not asked, reference nodes leave it out.
+    is_vllm = b'"prompt_token_ids":' in event.raw
+    raw = _TOKEN_IDS.sub(rb'\1"token_ids":null' if is_vllm else b"", event.raw, count=1)
+    return Event(_PROMPT_TOKEN_IDS.sub(b'"prompt_token_ids":null', raw, count=1)), token_ids
+
+
+@dataclass
+class ReferenceBeginning(Beginning):
+    """For reference nodes, which take the tokens of an answer, and hold back the same of its text as the node before.
+
+    Attributes:
+        model: Digest of the node that chose the tokens.
+    """
+
+    created: int
+    model: str
+    token_ids: list[int] = field(default_factory=list)
+    is_over: bool = False
+    _num_repeated: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def can_continue_at(self, node: Abilities) -> bool:
+        return bool(self.model) and node.continues_answers == self.model and not node.vllm_max_model_len
+
+    def decode_body(
+        self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        known = {"token_ids": list(self.token_ids), "created": self.created, "model": self.model}
+        return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), CONTINUES: known}}
+
+    def continued(self) -> Filter:
+        return lambda event: (event,)
+
+    def repeat(self) -> None:
+        self._num_repeated = len(self.token_ids)
+
+    def add(self, token_ids: Sequence[int], event: Event) -> None:
+        num_known = min(self._num_repeated, len(token_ids))
+        self._num_repeated -= num_known
+        self.token_ids += token_ids[num_known:]
+        self.is_over = self.is_over or _is_last(event)
+
+
+@dataclass
+class StitchedBeginning(Beginning):
+    """For servers of vLLM, which get prompt and tokens as one prompt.
+
+    Such a server holds back the text of a token that is a part of a character, and may put several tokens into one event. So
+    after some tokens it is not known how much of their text the client has. Another server is told the tokens up to the last one
+    that ended a text. It chooses those after it once more, and what the client has of their text is taken out.
+
+    Attributes:
+        model: Identity of the server that chose the tokens.
+        prompt: The token ids of the prompt.
+        max_tokens: Length limit of the whole answer.
+        token_ids: The tokens that another server is told.
+        first_text: Of a token that is known from the prefill node.
+    """
+
+    created: int
+    model: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    first_text: str = ""
+    is_over: bool = False
+    _later_ids: list[int] = field(default_factory=list)  # of the present server, after `token_ids`
+    _later_text: str = ""  # theirs
+    _sent_text: str = ""  # that the client has after that of `token_ids`
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def can_continue_at(self, node: Abilities) -> bool:
+        if node.continues_answers != self.model:
+            return False
+        # A server refuses a request whose prompt and `max_tokens` are longer than this, which must not happen half-way.
+        return len(self.prompt) + self.max_tokens <= node.vllm_max_model_len
+
+    def decode_body(
+        self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        others = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+        # The server compares the identity with its own once more: it may have changed since it was asked.
+        params = {**(kv_transfer_params or {}), CONTINUES: {"model": self.model}}
+        return {
+            **others,
+            "prompt": [*self.prompt, *self.token_ids],
+            "max_tokens": self.max_tokens - len(self.token_ids),
+            "kv_transfer_params": params,
+        }
+
+    def continued(self) -> Filter:
+        self._later_ids, self._later_text = [], ""
+        return _Rewriter(self.created, len(self.token_ids), self._sent_text)
+
+    def repeat(self) -> None:
+        self.token_ids, self._sent_text = [], self.first_text
+
+    def add(self, token_ids: Sequence[int], event: Event) -> None:
+        choice = choice_of(event.content)
+        text = choice.get("text")
+        text = text if isinstance(text, str) else ""
+        self._later_ids += token_ids
+        self._later_text += text
+        if len(self._later_text) > len(self._sent_text):
+            self._sent_text = self._later_text
+        if len(token_ids) == 1 and text and not text.endswith(REPLACEMENT):
+            # Nothing is held back: the server would have held back all of a text that ends with a part of a character.
+            self.token_ids += self._later_ids
+            self._sent_text = self._sent_text[len(self._later_text) :]
+            self._later_ids, self._later_text = [], ""
+        self.is_over = self.is_over or _is_last(event)
+
+
+def _is_last(event: Event) -> bool:
+    return b'"finish_reason"' in event.raw and isinstance(choice_of(event.content).get("finish_reason"), str)
+
+
+@dataclass
+class _Rewriter:
+    """Turns the stream of a server that goes on with an answer into the rest of a stream of one server.
+
+    Attributes:
+        created: Of the answer.
+        num_known: Tokens of the answer at the end of the server's prompt.
+        sent_text: That the client has of what the server chooses once more.
+    """
+
+    created: int
+    num_known: int
+    sent_text: str
+
+    def __call__(self, event: Event) -> list[Event]:
+        event = dated(event, self.created)
+        if self.sent_text:
+            return self._without_sent(event)
+        usage = event.content.get("usage") if b'"usage":{' in event.raw else None
+        if not isinstance(usage, dict):
+            return [event]
+        # The server's prompt ends with the beginning of the answer.
+        for name, change in (("prompt_tokens", -self.num_known), ("completion_tokens", self.num_known)):
+            if isinstance(count := usage.get(name), int):
+                usage[name] = count + change
+        return [Event.of(event.content)]
+
+    def _without_sent(self, event: Event) -> list[Event]:
+        choice = choice_of(event.content)
+        text = choice.get("text")
+        if not isinstance(text, str):
+            return [event]  # an error
+        if self.sent_text.startswith(text) and choice.get("finish_reason") is None:
+            self.sent_text = self.sent_text[len(text) :]
+            return []
+        if not text.startswith(self.sent_text):
+            raise OtherTokenError
+        rest, self.sent_text = text[len(self.sent_text) :], ""
+        return [Event.of({**event.content, "choices": [{**choice, "text": rest}]})]
+
+
+# -- events ------------------------------------------------------------------------------------------
+
+
+def dated(event: Event, created: int) -> Event:
+    """Return an event with another time. A stream has one; text follows after it, so the first match is the field."""
+    return Event(_CREATED.sub(rb"\g<1>%d" % created, event.raw, count=1))
+
+
+def choice_of(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the only choice of a chunk; empty if it has another number of them."""
+    match chunk.get("choices"):
+        case [dict() as choice]:
+            return choice
+    return {}
+
+
+def ids_in(value: object) -> tuple[int, ...]:
+    """Return a list of token ids; empty if it is something else."""
+    return tuple(value) if isinstance(value, list) and all(type(one) is int for one in value) else ()
