@@ -56,6 +56,8 @@ class Beginning(ABC):
 
     created: int
     is_over: bool
+    #: Where a node is asked to go on; None: where the client has asked.
+    path: str | None = None
 
     @property
     @abstractmethod
@@ -113,10 +115,13 @@ _DECODE_ONLY: Mapping[str, tuple[object, ...]] = {
 
 def is_determined(body: Mapping[str, Any]) -> bool:
     """Whether all that a reference node answers follows from the request and the tokens so far, and can be passed on in parts."""
-    scores = body.get("logprobs")  # 0 asks for the token's own
-    asks_for_scores = (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
     is_known = body.get("temperature") == 0 or body.get("seed") is not None
-    return is_known and not asks_for_scores and not body.get("echo")
+    return is_known and not _asks_for_scores(body) and not body.get("echo")
+
+
+def _asks_for_scores(body: Mapping[str, Any]) -> bool:
+    scores = body.get("logprobs")  # 0 asks for the token's own
+    return (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
 
 
 def _is_nothing(value: object) -> bool:
@@ -185,58 +190,100 @@ def is_stitchable(body: Mapping[str, Any], path: str) -> bool:
     )
 
 
-def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
-    """Whether a decode node's stream can be continued elsewhere if the node is lost.
+#: The fields of a request to a server of vLLM whose stream another one can go on with. A token that is drawn by chance may be
+#: drawn anywhere; with a seed a server would start its generator anew.
+_FOLLOWED: Mapping[str, Callable[[object], bool]] = {
+    **_STITCHABLE,
+    "temperature": lambda value: value is None or _is_number(value),
+    "seed": lambda value: value is None,
+}
+#: The same for chats. Other fields may change more than the prompt and the choice of tokens, such as a parser of the answer.
+_FOLLOWED_CHAT: Mapping[str, Callable[[object], bool]] = {
+    **{name: holds for name, holds in _FOLLOWED.items() if name not in ("prompt", "suffix", "best_of")},
+    **dict.fromkeys(("messages", "chat_template", "chat_template_kwargs"), lambda value: True),
+    "max_tokens": lambda value: value is None or type(value) is int,
+    "max_completion_tokens": lambda value: value is None or type(value) is int,
+    "response_format": lambda value: value is None or value == {"type": "text"},
+    "tool_choice": lambda value: value in (None, "none"),
+    **dict.fromkeys(("tools", "logprobs", "top_logprobs"), _is_nothing),
+}
+#: Of these, what decides how a server continues a prompt of tokens.
+_SAMPLING = (
+    *("model", "user", "cache_salt", "priority", "stream", "stream_options", "ignore_eos", "stop_token_ids"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
+)
 
-    A server of vLLM begins a request anew: with a generator of random numbers, counts of tokens and a grammar that know nothing
-    of the answer so far. So its answer must be one that could be put together from two.
+
+def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
+    """Whether another node could go on with a decode node's stream if the node is lost.
+
+    A server of vLLM begins a request anew: its counts of tokens, its grammar and its generator of random numbers know nothing of
+    the answer so far. So its answer must depend on nothing but the tokens so far. A reference node is told them.
     """
     if not body.get("stream") or not node.continues_answers:
         return False
     if not node.vllm_max_model_len:
-        return is_possible(body) and is_determined(body)
-    model = body.get("model")  # the identity is that of the model without an adapter
-    return (model is None or model in node.vllm_models) and is_stitchable(body, path)
+        return is_possible(body) and not _asks_for_scores(body) and not body.get("echo")
+    if body.get("model") is not None and body["model"] not in node.vllm_models:
+        return False  # an adapter's; the node's identity does not include it
+    followed = _FOLLOWED if path == COMPLETIONS else _FOLLOWED_CHAT
+    has_limit = path != COMPLETIONS or type(body.get("max_tokens")) is int
+    return has_limit and all(name in followed and followed[name](value) for name, value in body.items())
 
 
 def followed_body(body: Mapping[str, Any], node: Abilities) -> dict[str, Any]:
-    """Return a decode request whose stream has the ids of its tokens, of which the node is the one that was asked what it is."""
+    """Return a decode request whose stream has the ids of its tokens.
+
+    Args:
+        node: As it has described itself. If it was restarted with another model since then, it refuses the request.
+    """
     params = body.get("kv_transfer_params") or {}
-    # A node that was restarted with another model since then refuses.
     params = {CONTINUES: {"model": node.continues_answers}, **params}
     return {**body, "return_token_ids": True, "kv_transfer_params": params}
 
 
 def beginning_of(body: Mapping[str, Any], path: str, node: Abilities, event: Event) -> Beginning | None:
     """Return what the client has before the first event of a stream: no token. None if the answer cannot be followed."""
-    created = event.content.get("created")
+    head = event.content
+    created = head.get("created")
     if not is_followed(body, path, node) or type(created) is not int:
         return None
     if not node.vllm_max_model_len:
         return ReferenceBeginning(created, node.continues_answers)
-    if not (prompt := ids_in(choice_of(event.content).get("prompt_token_ids"))):
+    prompt = ids_in(choice_of(head).get("prompt_token_ids")) or ids_in(head.get("prompt_token_ids"))
+    if not prompt:
         return None
-    return StitchedBeginning(created, node.continues_answers, prompt, int(body["max_tokens"]))
+    chat = {} if path == COMPLETIONS else {key: head.get(key) for key in ("id", "object", "created", "model")}
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    max_tokens = node.vllm_max_model_len - len(prompt) if limit is None else int(limit)
+    return StitchedBeginning(created, node.continues_answers, prompt, max_tokens, chat=chat)
 
 
-def take_token_ids(event: Event, *, keep: bool = False) -> tuple[Event, tuple[int, ...]]:
+def take_token_ids(event: Event, *, keep: bool = False) -> tuple[Event | None, tuple[int, ...]]:
     """Take the ids of its tokens out of an event, for which the client has not asked.
 
     Args:
         keep: The client has asked for them.
 
     Returns:
-        The event for the client, and the ids.
+        The event for the client, and the ids. None: without the ids there would have been no event.
     """
     if (found := _TOKEN_IDS.search(event.raw)) is None:
-        return event, ()
+        has_prompt = not keep and b'"prompt_token_ids":[' in event.raw
+        return (_without_prompt(event.raw) if has_prompt else event), ()
     token_ids = tuple(int(each) for each in found[2].split(b",") if each.strip())
     if keep:
         return event, token_ids
-    # vLLM writes null for what it was not asked, reference nodes leave it out.
-    is_vllm = b'"prompt_token_ids":' in event.raw
+    if b'"delta":{}' in event.raw and b'"finish_reason":null' in event.raw:
+        return None, token_ids
+    # vLLM, which writes no spaces, writes null for what it was not asked; a reference node leaves it out.
+    is_vllm = b'"token_ids":[' in event.raw
     raw = _TOKEN_IDS.sub(rb'\1"token_ids":null' if is_vllm else b"", event.raw, count=1)
-    return Event(_PROMPT_TOKEN_IDS.sub(b'"prompt_token_ids":null', raw, count=1)), token_ids
+    return _without_prompt(raw), token_ids
+
+
+def _without_prompt(raw: bytes) -> Event:
+    return Event(_PROMPT_TOKEN_IDS.sub(b'"prompt_token_ids":null', raw, count=1))
 
 
 @dataclass
@@ -293,6 +340,7 @@ class StitchedBeginning(Beginning):
         max_tokens: Length limit of the whole answer.
         token_ids: The tokens that another server is told.
         first_text: Of a token that is known from the prefill node.
+        chat: What all events of a chat begin with; empty: the answer is a completion.
     """
 
     created: int
@@ -301,7 +349,10 @@ class StitchedBeginning(Beginning):
     max_tokens: int
     token_ids: list[int] = field(default_factory=list)
     first_text: str = ""
+    chat: Mapping[str, Any] = field(default_factory=dict)
     is_over: bool = False
+    path: str | None = COMPLETIONS
+    _is_plain: bool = True  # the answer has nothing but text
     _later_ids: list[int] = field(default_factory=list)  # of the present server, after `token_ids`
     _later_text: str = ""  # theirs
     _sent_text: str = ""  # that the client has after that of `token_ids`
@@ -311,7 +362,7 @@ class StitchedBeginning(Beginning):
         return len(self.token_ids)
 
     def can_continue_at(self, node: Abilities) -> bool:
-        if node.continues_answers != self.model:
+        if node.continues_answers != self.model or not self._is_plain:
             return False
         # A server refuses a request whose prompt and `max_tokens` are longer than this, which must not happen half-way.
         return len(self.prompt) + self.max_tokens <= node.vllm_max_model_len
@@ -319,11 +370,10 @@ class StitchedBeginning(Beginning):
     def decode_body(
         self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        others = {key: value for key, value in body.items() if key != "kv_transfer_params"}
         # The server compares the identity with its own once more: it may have changed since it was asked.
         params = {**(kv_transfer_params or {}), CONTINUES: {"model": self.model}}
         return {
-            **others,
+            **{name: body[name] for name in (_SAMPLING if self.chat else body) if name in body},
             "prompt": [*self.prompt, *self.token_ids],
             "max_tokens": self.max_tokens - len(self.token_ids),
             "kv_transfer_params": params,
@@ -331,14 +381,17 @@ class StitchedBeginning(Beginning):
 
     def continued(self) -> Filter:
         self._later_ids, self._later_text = [], ""
-        return _Rewriter(self.created, len(self.token_ids), self._sent_text)
+        return _Rewriter(self.created, len(self.token_ids), self._sent_text, self.chat)
 
     def repeat(self) -> None:
         self.token_ids, self._sent_text = [], self.first_text
 
     def add(self, token_ids: Sequence[int], event: Event) -> None:
         choice = choice_of(event.content)
-        text = choice.get("text")
+        delta = choice.get("delta")
+        if isinstance(delta, dict) and any(delta[key] for key in delta.keys() - {"role", "content"}):
+            self._is_plain = False  # thoughts, or calls of tools: a completion would give them as text
+        text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
         text = text if isinstance(text, str) else ""
         self._later_ids += token_ids
         self._later_text += text
@@ -364,24 +417,28 @@ class _Rewriter:
         created: Of the answer.
         num_known: Tokens of the answer at the end of the server's prompt.
         sent_text: That the client has of what the server chooses once more.
+        chat: What all events of a chat begin with; empty: the answer is a completion.
     """
 
     created: int
     num_known: int
     sent_text: str
+    chat: Mapping[str, Any]
 
     def __call__(self, event: Event) -> list[Event]:
         event = dated(event, self.created)
-        if self.sent_text:
-            return self._without_sent(event)
+        events = self._without_sent(event) if self.sent_text else [self._counted(event)]
+        return [self._as_chat(each) for each in events] if self.chat else events
+
+    def _counted(self, event: Event) -> Event:
         usage = event.content.get("usage") if b'"usage":{' in event.raw else None
         if not isinstance(usage, dict):
-            return [event]
+            return event
         # The server's prompt ends with the beginning of the answer.
         for name, change in (("prompt_tokens", -self.num_known), ("completion_tokens", self.num_known)):
             if isinstance(count := usage.get(name), int):
                 usage[name] = count + change
-        return [Event.of(event.content)]
+        return Event.of(event.content)
 
     def _without_sent(self, event: Event) -> list[Event]:
         choice = choice_of(event.content)
@@ -395,6 +452,21 @@ class _Rewriter:
             raise OtherTokenError
         rest, self.sent_text = text[len(self.sent_text) :], ""
         return [Event.of({**event.content, "choices": [{**choice, "text": rest}]})]
+
+    def _as_chat(self, event: Event) -> Event:
+        content = event.content
+        if not content or "error" in content:
+            return event
+        choices = []
+        if choice := choice_of(content):
+            text = choice.get("text")
+            keys = ("stop_reason",) if choice.get("finish_reason") is not None else ()
+            known = {
+                key: choice.get(key) for key in ("index", "logprobs", "finish_reason", *keys, "token_ids")
+            }
+            choices = [{"delta": {"content": text} if text else {}, **known}]
+        rest = {key: content[key] for key in ("usage", "system_fingerprint") if key in content}
+        return Event.of({**self.chat, "choices": choices, **rest})
 
 
 # -- events ------------------------------------------------------------------------------------------

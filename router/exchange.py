@@ -508,9 +508,9 @@ class Exchange:
             if self.beginning is not None and self._has_given and _ends_early(event):
                 moved = self.decode_broke(_early_end(event))
                 return [*actions, *([Send(sent)] if sent else []), *moved]
-            event, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
+            passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
             try:
-                sent += self._change(event)
+                sent += () if passed is None else self._change(passed)
             except OtherTokenError:
                 unused = (each for each in actions if isinstance(each, Keep) and each.params)
                 return self._other_token([Release(Offer(each.node, each.params or {})) for each in unused])

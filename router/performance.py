@@ -416,7 +416,9 @@ class Performance:
         try:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
-                answer = await stack.enter_async_context(self._asked("decode_call", node, body))
+                path = None if action.after is None else action.after.path
+                asked = self._asked("decode_call", node, body, path)
+                answer = await stack.enter_async_context(asked)
                 if answer.status in (429, 502, 503):
                     raise _failed(node, answer)
                 _require_not_aborted(node, answer)
@@ -458,7 +460,7 @@ class Performance:
 
     @contextlib.asynccontextmanager
     async def _asked(
-        self, name: str, node: UpstreamNode, body: Mapping[str, Any]
+        self, name: str, node: UpstreamNode, body: Mapping[str, Any], path: str | None = None
     ) -> AsyncIterator[NodeAnswer]:
         """Send a request to a node. Leaving the block early aborts it.
 
@@ -477,7 +479,7 @@ class Performance:
                 body = {**body, "kv_transfer_params": traced_params(params, span)}
             headers = {**self._exchange.headers, **span.headers}
             async with node.exchange():
-                url = node.url + self._exchange.path
+                url = node.url + (path or self._exchange.path)
                 posted = self._services.session.post(url, json=body, headers=headers)
                 answer = NodeAnswer(await stack.enter_async_context(posted))
                 await answer.begin()

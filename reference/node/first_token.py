@@ -98,12 +98,13 @@ def may_pass_on(sampling: SamplingParams) -> bool:
     have to be passed on as well, so requests for them are left to the decode node.
     """
     is_determined = sampling.temperature == 0.0 or sampling.seed is not None
-    asks_for_scores = (
-        sampling.num_logprobs is not None
-        or sampling.num_prompt_logprobs is not None
-        or sampling.num_top_logits
-    )
-    return is_determined and not asks_for_scores
+    return is_determined and not asks_for_scores(sampling)
+
+
+def asks_for_scores(sampling: SamplingParams) -> bool:
+    """Whether a request asks for log probabilities or logits, which only the node that computes a token has."""
+    scores = sampling.num_logprobs, sampling.num_prompt_logprobs
+    return any(number is not None for number in scores) or sampling.num_top_logits > 0
 
 
 def passed_on(

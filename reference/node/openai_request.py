@@ -14,7 +14,7 @@ from typing import Any
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
-from .first_token import FirstTokenWish, KnownAnswer, may_pass_on, take_beginning
+from .first_token import FirstTokenWish, KnownAnswer, asks_for_scores, may_pass_on, take_beginning
 from .prompt_items import parse_items
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
@@ -200,11 +200,11 @@ def _client_request(
     if (
         known is not None
         and known.token_ids
-        and (num_answers * len(prompts) > 1 or echo or not may_pass_on(sampling))
+        and (num_answers * len(prompts) > 1 or echo or asks_for_scores(sampling))
     ):
         raise bad_request(
-            "kv_transfer_params.continues needs one answer to one prompt, temperature 0 or a seed, and neither echo "
-            "nor log probabilities: leave it out",
+            "kv_transfer_params.continues needs one answer to one prompt, and neither echo nor log probabilities: "
+            "leave it out",
             "kv_transfer_params",
         )
     # As vLLM does. A client that sends an empty salt by mistake would share cached prompts without knowing it.

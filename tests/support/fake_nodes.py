@@ -38,6 +38,7 @@ async def routed(
     *,
     rendezvous: bool = True,
     first_token: bool = True,
+    continue_answers: bool = True,
     answer_timeout_s: float = 0.0,
     check_interval_s: float = 60.0,
     check_timeout_s: float = 5.0,
@@ -53,7 +54,7 @@ async def routed(
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
         router = Router(
             *pools,
-            options=Options(rendezvous, first_token),
+            options=Options(rendezvous, first_token, continue_answers),
             answer_timeout_s=answer_timeout_s,
             check_interval_s=check_interval_s,
             check_timeout_s=check_timeout_s,
