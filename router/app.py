@@ -26,6 +26,7 @@ from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
 from .bodies import check_body, headers_of, prompts_of
 from .exchange import Exchange
+from .fleet import Fleet, Mode
 from .handoffs import Handoffs
 from .membership import Role
 from .metrics import RouterMetrics
@@ -33,6 +34,7 @@ from .models import Models
 from .nodes import RETRY_AFTER_S, NodePool, NoNodeError, UpstreamNode, check_model
 from .page import Page
 from .performance import DecodeAlone, Performance, Services, explained_difference
+from .placement import Limits
 from .reading import node_session, refuse_no_answers
 from .several import MergedAnswer, Part
 from .sources import NodeSource
@@ -59,6 +61,8 @@ class Router:
         node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
         passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
         asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
+        placement: Where prompts are computed, of nodes that compute and answer.
+        limits: Which times the choice keeps if it can.
         sources: Where the router learns of nodes while it runs.
     """
 
@@ -75,6 +79,8 @@ class Router:
         node_access: NodeAccess | None = None,
         passes_keys_on: bool = True,
         asks_for_answers: bool = False,
+        placement: Mode = "auto",
+        limits: Limits | None = None,
         sources: Sequence[NodeSource] = (),
     ) -> None:
         self._prefill_pool = prefill_pool
@@ -87,12 +93,14 @@ class Router:
         self._recent = RecentRequests()
         self._spans = RecentSpans()
         self._admin_port: int | None = None
+        fleet = Fleet(placement, limits or Limits(), time.monotonic)
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
+            pool.on_ended = fleet.forget
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         services = self._services = Services(
             *(prefill_pool, decode_pool, self._handoffs, self._metrics, options or Options()),
-            *(answer_timeout_s, decode_alone, asks_for_answers),
+            *(answer_timeout_s, decode_alone, asks_for_answers, fleet),
         )
         self._models = Models(services, passes_keys_on=passes_keys_on)
         self._metrics.kept_answers.set_function(lambda: services.sessions.num_answers)

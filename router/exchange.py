@@ -46,6 +46,8 @@ Fact = Literal[
 ]
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
+#: The router's own: where the prompt was computed, and the estimates behind that.
+PLACEMENT_HEADER = "X-KV-Placement"
 #: Of the events that report on an answer, the last ones are kept; a longer one is not a report.
 MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
 _REPORTS = (b'"metrics"', b'"usage"', b'"error"')
@@ -63,7 +65,9 @@ class State(enum.Enum):
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.PREFILLING, State.RENDEZVOUS, State.ENDED}),
+    State.QUEUED: frozenset(
+        {State.PREFILLING, State.RENDEZVOUS, State.DECODING, State.CONTINUING, State.ENDED}
+    ),
     State.PREFILLING: frozenset({State.DECODING, State.CONTINUING, State.ENDED}),
     State.RENDEZVOUS: frozenset({State.QUEUED, State.DECODING, State.ENDED}),
     State.DECODING: frozenset({State.QUEUED, State.CONTINUING, State.ENDED}),
@@ -127,7 +131,7 @@ class Bookkeeping(Action):
 
 @dataclass(frozen=True, slots=True)
 class Place(Action):
-    """Decide how the request goes on: report `placed` or `no_decode_node`."""
+    """Decide how the request goes on: report `placed`, `placed_at` or `no_decode_node`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +278,7 @@ class Exchange:
         prefill_url: Of the node that has computed the prompt, or most of it in earlier turns.
         tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
         may_ask_both: Both nodes may be asked at once. False after that has failed.
+        placement: Which nodes were chosen and why, for the client; empty if roles have decided.
         offer: Of the present attempt; None: there is none.
         decode: The decode node that was asked last.
         beginning: What the client has of a stream, if another node could go on with it. Every further decode node must do that.
@@ -299,6 +304,7 @@ class Exchange:
         self.tried_decode: Tried = {}
         self.state = State.QUEUED
         self.may_ask_both = True
+        self.placement = ""
         self.is_alone = False
         self.offer: Offer | None = None
         self.decode: UpstreamNode | None = None
@@ -367,6 +373,13 @@ class Exchange:
         # The prefill node needs its request first.
         ask = AskPrefill(offer.node, {RENDEZVOUS: offer.name})
         return [Opened(offer), ask, self._ask_decode(decode, offer.params, None)]
+
+    def placed_at(self, node: UpstreamNode) -> Actions:
+        """Let the node that answers compute the prompt as well."""
+        self.offer, self._result, self._error = None, None, ""
+        self.is_alone = True
+        self._move(State.DECODING if self.beginning is None else State.CONTINUING)
+        return [self._ask_decode(node, None, self.beginning)]
 
     def _ask_prefill(self) -> Actions:
         self._prefill_runs = True
@@ -481,6 +494,7 @@ class Exchange:
         if self.beginning is not None and (begun.status != 200 or not begun.is_stream):
             return actions + self._fail(_not_continued(begun))
         headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
+        headers |= self._own_headers
         if not begun.is_stream:
             payload, params = take_offer(begun.payload)
             actions += self._keep(params)
@@ -655,6 +669,10 @@ class Exchange:
 
     # -- the client ----------------------------------------------------------------------------------
 
+    @property
+    def _own_headers(self) -> Mapping[str, str]:
+        return {PLACEMENT_HEADER: self.placement} if self.placement else {}
+
     def _continues(self, first: FirstToken) -> bool:
         return self.decode is not None and first.beginning().can_continue_at(self.decode.abilities)
 
@@ -665,7 +683,12 @@ class Exchange:
     def _begin(self, first: FirstToken, offer: Offer) -> Actions:
         self._has_begun = True
         known = {name: offer.headers[name] for name in ("X-Request-Id",) if name in offer.headers}
-        headers = {**known, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        headers = {
+            **known,
+            **self._own_headers,
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+        }
         return [Begin(200, headers), Send(first.events, is_first=True)]
 
     def _other_token(self, releases: Actions) -> Actions:

@@ -34,9 +34,11 @@ from ..web.serving import (
 )
 from ..web.tracing import set_up_tracing
 from .app import Router
+from .fleet import Mode
 from .membership import ROLES, DnsTarget, parse_target
 from .nodes import NodePool
 from .performance import DecodeAlone
+from .placement import Limits
 from .policies import DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
 from .sources import DnsName, LookUpError, NodesFile, NodeSource
 from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
@@ -46,6 +48,8 @@ DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
 DESCRIPTORS_EACH = 3
 
+#: Of `--ttft-limit-ms` and `--itl-limit-ms`.
+MAX_LIMIT_MS = 1e7
 #: Seconds in which a connection that is being made is complete, or the next request of a connection arrives.
 HALF_OPEN_S = 0.5
 
@@ -89,6 +93,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help=f"a {role} node, e.g. http://127.0.0.1:8100, or dns://NAME:PORT (dns+https://NAME:PORT) for a node at each "
             "address of a DNS name; may be repeated",
         )
+    group.add_argument(
+        "--node",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a node that is a prefill node and a decode node (kv_role kv_both), written as for --prefill; --placement decides "
+        "per request which of these nodes computes the prompt; may be repeated",
+    )
     group.add_argument(
         "--nodes-file",
         type=Path,
@@ -209,6 +221,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "request make the answer provably that of a single node; off ends it with an error (default: %(default)s)",
     )
 
+    group.add_argument(
+        "--placement",
+        choices=get_args(Mode),
+        default="auto",
+        help="where a prompt is computed, of nodes that are named for both: auto decides per request, by what the nodes have to do "
+        "and have cached; never hands nothing over; always hands every prompt over (default: %(default)s)",
+    )
+    for name, what in (("ttft", "the first token"), ("itl", "a pause between two tokens")):
+        group.add_argument(
+            f"--{name}-limit-ms",
+            type=float,
+            default=0.0,
+            metavar="MS",
+            help=f"milliseconds for {what} that --placement auto keeps for as many requests as it can; 0: none "
+            "(default: %(default)g)",
+        )
+
 
 def _run(options: argparse.Namespace) -> None:
     set_up_logging(options.log_level, "router", options.log_format)
@@ -232,6 +261,8 @@ def _run(options: argparse.Namespace) -> None:
         # A key of the router's own clients is no key of the nodes.
         passes_keys_on=not access.keys,
         asks_for_answers=options.ask_for_answers,
+        placement=options.placement,
+        limits=Limits(options.ttft_limit_ms / 1e3, options.itl_limit_ms / 1e3),
         sources=sources,
     )
     link = open_link(options.launcher_fd)
@@ -273,6 +304,9 @@ def _check_times(options: argparse.Namespace) -> None:
             raise StartupError(
                 f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'} seconds"
             )
+    for name in ("ttft", "itl"):
+        if not 0 <= (value := getattr(options, f"{name}_limit_ms")) <= MAX_LIMIT_MS:
+            raise StartupError(f"--{name}-limit-ms {value:g}: it must be 0 to {MAX_LIMIT_MS:g} milliseconds")
 
 
 async def _serve(
@@ -337,7 +371,7 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
         ejection = EjectionRule(options.eject_after, options.eject_s)
         affinity = PrefixAffinity(length=options.prefix_length)
         for role in ROLES:
-            targets = [parse_target(text) for text in getattr(options, role)]
+            targets = [parse_target(text) for text in (*getattr(options, role), *options.node)]
             urls[role] = [target for target in targets if isinstance(target, str)]
             names = dict.fromkeys(target for target in targets if isinstance(target, DnsTarget))
             sources += [DnsName(role, name, options.dns_interval_s) for name in names]
@@ -348,7 +382,7 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
             sources.append(file)
     except (ValueError, LookUpError) as error:
         raise StartupError(str(error)) from None
-    missing = [role for role in ROLES if not getattr(options, role)]
+    missing = [role for role in ROLES if not getattr(options, role) and not options.node]
     if missing and options.nodes_file is None:
         what = f"the router knows no {' and no '.join(missing)} node"
         if options.admin_port is None:

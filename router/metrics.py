@@ -109,6 +109,14 @@ class RouterMetrics:
             "Answers whose first token the client received from the prefill node",
             registry=self._registry,
         )
+        self.placements = Counter(
+            "kvferry_router_placements_total",
+            "Requests for which the router chose where the prompt is computed: local, at the node that answers; handover, elsewhere",
+            ["way"],
+            registry=self._registry,
+        )
+        for way in ("local", "handover"):
+            self.placements.labels(way)
         self.moved_answers = Counter(
             "kvferry_router_moved_answers_total",
             "Streamed answers that another decode node went on with, after their own was lost",

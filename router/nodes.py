@@ -95,6 +95,7 @@ class UpstreamNode:
         place: Where a decode node can claim from this one: what its connector has said of itself, or the
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
+        on_ended: Called with the URL when the node's process has ended.
     """
 
     def __init__(self, role: Role, url: str, ejection: EjectionRule | None = None) -> None:
@@ -110,6 +111,7 @@ class UpstreamNode:
         self.continues_answers = ""
         self.kv_role = ""
         self.models: frozenset[str] = frozenset()
+        self.on_ended: Callable[[str], None] = lambda url: None
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()
@@ -215,6 +217,7 @@ class UpstreamNode:
             # The next process at this address has another epoch. Also when the node is back, because a late answer of the
             # old process may have come meanwhile.
             self.place = {}
+            self.on_ended(self.url)
         if health.state in (NodeState.READY, NodeState.OVERLOADED):
             self.kv_role = health.kv_role
             if self.kv_role == _CONTRARY_ROLES[self.role]:
@@ -381,6 +384,7 @@ class NodePool:
     Attributes:
         policy: See above.
         on_forgotten: Called with the URL of a node that is no longer in the pool.
+        on_ended: Called with the URL of a node whose process has ended, or that is no longer in the pool.
     """
 
     def __init__(
@@ -394,6 +398,7 @@ class NodePool:
         self.role = role
         self.policy = policy or LeastLoaded()
         self.on_forgotten: Callable[[str], None] = lambda url: None
+        self.on_ended: Callable[[str], None] = lambda url: None
         self._ejection = ejection
         self._contributions = Contributions()
         self._nodes: dict[str, UpstreamNode] = {}
@@ -433,6 +438,7 @@ class NodePool:
                 self._nodes[url].name_again()
             else:
                 node = self._nodes[url] = UpstreamNode(self.role, url, self._ejection)
+                node.on_ended = lambda url: self.on_ended(url)
                 if source != OPTION:
                     logger.info("added %s node %s: the source %r names it", self.role, url, source)
                 self._start_watching(node)
@@ -466,6 +472,7 @@ class NodePool:
             del self._nodes[node.url]
             logger.info("removed %s node %s: it has finished its requests", self.role, node.url)
             self.on_forgotten(node.url)
+            self.on_ended(node.url)
 
         def start(node: UpstreamNode) -> None:
             watcher = asyncio.create_task(watch(node))
@@ -559,6 +566,14 @@ class NodePool:
                 has_substitute = any(other.state is NodeState.READY for other in others)
                 node.note_failed(failure, has_substitute=has_substitute)
             node.end_watch_if_idle()
+
+    def best(
+        self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
+    ) -> list[UpstreamNode]:
+        """Return the nodes that are equally well, and better than the others, for a request."""
+        candidates = [] if self._is_closed else self._candidates(tried, may_use, body)
+        rank = min((node.rank for node in candidates), default=None)
+        return [node for node in candidates if node.rank == rank]
 
     def likely(self, tried: Tried, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
         """Return the node that `use_one` would choose now; None if there is none."""

@@ -31,6 +31,7 @@ from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
 from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
+from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
 from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
@@ -58,6 +59,7 @@ class Services:
         decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if it reports the
             policy `recompute`.
         asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
+        fleet: What the nodes have to do.
         session: For requests to nodes.
     """
 
@@ -69,6 +71,7 @@ class Services:
     answer_timeout_s: float
     decode_alone: DecodeAlone
     asks_for_answers: bool
+    fleet: Fleet
     sessions: Sessions = field(default_factory=Sessions)
     session: aiohttp.ClientSession = field(init=False)
 
@@ -131,6 +134,8 @@ class Performance:
         self._timeline = timeline
         self._queue = queue
         self._note_piece = note_piece
+        self._progress = Progress(services.fleet, exchange.body)
+        self._chosen = ""  # URL of the node that is to compute the prompt
         self._calls: dict[str, asyncio.Task[Callable[[], Actions]]] = {}
         self._closing: list[asyncio.Task[Any]] = []
         self._answer: NodeAnswer | None = None  # a stream that is being read
@@ -160,6 +165,7 @@ class Performance:
             self._note_all(exchange.client_left())
             self._end("prefill")
             self._end("decode")
+            self._progress.ended()
             await asyncio.gather(*self._closing, return_exceptions=True)
             if exchange.is_complete or self._whole is not None:
                 self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
@@ -257,6 +263,8 @@ class Performance:
         if (call := self._calls.pop(role, None)) is not None:
             call.cancel()
             self._closing.append(call)
+        if role == "decode":
+            self._progress.answer_ended()
         if role == "decode" and (answered := self._call) is not None:
             self._answer = self._call = None
             self._closing.append(asyncio.create_task(answered.aclose()))
@@ -317,11 +325,25 @@ class Performance:
     async def _place(self) -> Actions:
         exchange, services = self._exchange, self._services
         body, tried = exchange.body, exchange.tried_decode
-        decode = services.decode_pool.likely(tried, body)
+        prefills = services.prefill_pool.best({}, lambda node: True, body)
+        decodes = {node.url: node for node in services.decode_pool.best(tried, self._may_decode, body)}
+        choice = services.fleet.choose(self._progress, [node.url for node in prefills], [*decodes])
+        self._chosen = ""
+        if choice is not None:
+            exchange.placement = str(choice)
+            services.metrics.placements.labels("local" if choice.is_local else "handover").inc()
+            if choice.is_local:
+                exchange.prefill_url = choice.decode.url
+                return exchange.placed_at(decodes[choice.decode.url])
+            self._chosen = choice.prefill.url
+        decode = (
+            decodes[choice.decode.url] if choice is not None else services.decode_pool.likely(tried, body)
+        )
         if decode is None and not services.decode_pool.is_closed:
             # Before the prefill: without a decode node its offer would only hold blocks until the lease ends.
             return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
-        prefill = services.prefill_pool.likely({}, body, exchange.prefill_url)
+        chosen = (node for node in prefills if node.url == self._chosen)
+        prefill = next(chosen, None) or services.prefill_pool.likely({}, body, exchange.prefill_url)
         if (offer := named_offer(self._facts(prefill, decode))) is None or decode is None:
             return exchange.placed()
         services.metrics.asked_both.inc()
@@ -333,19 +355,28 @@ class Performance:
         exchange, services = self._exchange, self._services
 
         def may_use(node: UpstreamNode) -> bool:
-            continues = exchange.beginning is None or exchange.beginning.can_continue_at(node.abilities)
-            return continues and (not exchange.is_alone or services.computes_alone(node))
+            is_able = not exchange.is_alone or services.computes_alone(node)
+            # Not the node that computes the prompt, where there is another one: its load is why it was not chosen.
+            return is_able and self._may_decode(node) and (node.url != self._chosen or not others)
 
+        nodes = services.decode_pool.best(exchange.tried_decode, self._may_decode, exchange.body)
+        others = [node for node in nodes if node.url != self._chosen]
         tried, body = exchange.tried_decode, exchange.body
         if (node := services.decode_pool.pick(tried, may_use, body=body)) is None:
             return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
         return exchange.decode_chosen(node)
+
+    def _may_decode(self, node: UpstreamNode) -> bool:
+        beginning = self._exchange.beginning
+        return beginning is None or beginning.can_continue_at(node.abilities)
 
     async def _prefill(self, action: does.AskPrefill) -> Callable[[], Actions]:
         """Ask a prefill node. Returns what comes of it."""
         exchange, services = self._exchange, self._services
         tried = exchange.tried_prefill if action.node is None else {}
         may_use = None if action.node is None else (lambda node: node is action.node)
+        if may_use is None and self._chosen and not tried:
+            may_use = lambda node: node.url == self._chosen
         choice = services.prefill_pool.use_one(
             tried, may_use, body=exchange.body, preferred=exchange.prefill_url
         )
@@ -360,12 +391,14 @@ class Performance:
                     is_vllm=node.abilities.vllm_max_model_len > 0,
                 )
                 self._timeline.prefill_sent(node.url)
+                self._progress.prompt_asked(node.url)
                 async with self._asked("prefill_call", node, body) as answer:
                     if answer.status != 200:
                         _raise_refusal(node, answer)
                     _require_not_aborted(node, answer)
                     result = object_of(answer.payload)
                     self._timeline.prefill_ended(result)
+                    self._progress.prompt_ended(is_computed=True)
                 params = params_of(result)
                 if params is None and action.node is not None:
                     raise NodeGoneError(node, "offered no KV cache", may_eject=False)
@@ -413,6 +446,10 @@ class Performance:
         if is_followed(exchange.body, exchange.path, abilities):
             body = followed_body(body, abilities)
         self._timeline.decode_sent(node.url, is_alone=exchange.is_alone)
+        if exchange.is_alone:
+            self._progress.prompt_asked(node.url)
+        if not exchange.is_stream:
+            self._progress.answer_began(node.url)
         try:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
@@ -425,12 +462,17 @@ class Performance:
                 _require_continued(node, answer)
                 self._call = stack.pop_all()
         except NodeGoneError as error:
+            self._progress.answer_ended()
             return partial(exchange.decode_lost, error)
         return partial(self._answered, node, answer, abilities)
 
     def _answered(self, node: UpstreamNode, answer: NodeAnswer, abilities: Abilities) -> Actions:
         self._timeline.decode_began(answer)
+        if self._exchange.is_alone:
+            # The time of a whole answer says little about its prompt.
+            self._progress.prompt_ended(is_computed=answer.is_stream)
         if answer.is_stream:
+            self._progress.answer_began(node.url)
             self._answer = answer
         else:
             node.note_answered()
@@ -454,6 +496,7 @@ class Performance:
             lost = f"the answer was lost in the middle: {why}"
             return exchange.decode_broke(ApiError(502, lost, kind="server_error"))
         if events is not None:
+            self._progress.tokens_came(len(events))
             return exchange.events_arrived(events)
         node.note_answered()
         return exchange.decode_ended()

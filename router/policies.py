@@ -125,16 +125,16 @@ def _beginning(body: Mapping[str, Any], length: int) -> str:
     if isinstance(prompt, list):
         return " ".join(map(str, prompt[: max(1, length // CHARS_PER_TOKEN)]))
     # Most chat templates write the tools before the messages.
-    pieces = _texts([prompt, body.get("tools"), body.get("messages")], MAX_DEPTH)
+    pieces = texts_in([prompt, body.get("tools"), body.get("messages")], MAX_DEPTH)
     # Character by character, so that no long text is copied.
     return "".join(itertools.islice(itertools.chain.from_iterable(pieces), length))
 
 
-def _texts(value: object, depth: int) -> Iterator[str]:
+def texts_in(value: object, depth: int) -> Iterator[str]:
     """Yield the texts in a JSON value, in order, each with a mark after it."""
     if isinstance(value, str):
         yield value
         yield "\n"
     elif isinstance(value, dict | list) and depth > 0:
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item, depth - 1)
+            yield from texts_in(item, depth - 1)

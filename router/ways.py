@@ -147,7 +147,7 @@ TABLE = (
         lambda f: (
             f.expects_token
             and f.prefill is not None
-            and _size_in_tokens(f.body) <= prefill_chunk_of(f.prefill.place)
+            and size_in_tokens(f.body) <= prefill_chunk_of(f.prefill.place)
         ),
         *(Way.IN_TURN, None),
     ),
@@ -182,7 +182,7 @@ def _is_vllm(node: UpstreamNode | None) -> bool:
     return node is not None and node.abilities.vllm_max_model_len > 0
 
 
-def _size_in_tokens(body: Mapping[str, Any]) -> int:
+def size_in_tokens(body: Mapping[str, Any]) -> int:
     """Return about how many tokens a prompt has."""
     prompt = body.get("messages") or body.get("prompt") or ""
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
 from kvferry.router.app import Router
+from kvferry.router.fleet import Mode
 from kvferry.router.nodes import NodePool
 from kvferry.router.performance import DecodeAlone
 from kvferry.router.states import NodeState
@@ -44,14 +45,21 @@ async def routed(
     check_timeout_s: float = 5.0,
     decode_alone: DecodeAlone = "auto",
     asks_for_answers: bool = False,
+    does_both: bool = False,
+    placement: Mode = "auto",
     host: str = "127.0.0.1",
     expects_ready: bool = True,
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    """Yield a client of a router that has checked all these nodes, on this host, and has found them ready if it should."""
+    """Yield a client of a router that has checked all these nodes, on this host, and has found them ready if it should.
+
+    Args:
+        does_both: All of them are prefill nodes and decode nodes.
+    """
     async with AsyncExitStack() as stack:
         served = [await stack.enter_async_context(serving(node)) for node in (*prefill, *decode)]
         urls = [url.replace("127.0.0.1", host) for url in served]
-        pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
+        own = urls if does_both else urls[: len(prefill)], urls if does_both else urls[len(prefill) :]
+        pools = NodePool("prefill", own[0]), NodePool("decode", own[1])
         router = Router(
             *pools,
             options=Options(rendezvous, first_token, continue_answers),
@@ -60,6 +68,7 @@ async def routed(
             check_timeout_s=check_timeout_s,
             decode_alone=decode_alone,
             asks_for_answers=asks_for_answers,
+            placement=placement,
         )
         server = TestServer(router.application(), handler_cancellation=True)
         client = await stack.enter_async_context(TestClient(server))

@@ -1,0 +1,153 @@
+"""What the router knows of the work at its nodes, for `placement`: it notes each request's way through them, and learns from it.
+
+`Fleet` owns the loads and forgets those of processes that have ended. `Progress` is one request's part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from .placement import (
+    FIRST_HANDED,
+    SECONDS_PER_HANDED_TOKEN,
+    Ask,
+    Choice,
+    Limits,
+    NodeLoad,
+    Rate,
+    choose,
+)
+from .prefixes import Prefixes, keys_of
+from .ways import size_in_tokens
+
+Mode = Literal["auto", "never", "always"]
+#: Pairs of nodes whose handovers are remembered.
+MAX_PAIRS = 4096
+
+
+class Fleet:
+    """The loads of all nodes.
+
+    Args:
+        mode: `never` hands nothing over between nodes that do both, `always` hands every prompt over.
+        clock: Seconds of any clock that does not jump.
+    """
+
+    def __init__(self, mode: Mode, limits: Limits, clock: Callable[[], float]) -> None:
+        self.mode, self.limits, self.clock = mode, limits, clock
+        self.prefixes = Prefixes()
+        self._loads: dict[str, NodeLoad] = {}
+        self._handovers: dict[tuple[str, str], Rate] = {}
+
+    def load(self, url: str) -> NodeLoad:
+        """Return the load of a node."""
+        if url not in self._loads:
+            self._loads[url] = NodeLoad(url)
+        return self._loads[url]
+
+    def handover(self, prefill: NodeLoad, decode: NodeLoad) -> Rate:
+        """Return what handing over has taken between two nodes, in seconds per token."""
+        pair = prefill.url, decode.url
+        if pair not in self._handovers:
+            while len(self._handovers) >= MAX_PAIRS:
+                del self._handovers[next(iter(self._handovers))]
+            self._handovers[pair] = Rate(SECONDS_PER_HANDED_TOKEN, FIRST_HANDED)
+        return self._handovers[pair]
+
+    def forget(self, url: str) -> None:
+        """Forget a node whose process has ended: the next one may be another machine's, and has cached nothing."""
+        self._loads.pop(url, None)
+        self.prefixes.forget(url)
+        self._handovers = {pair: rate for pair, rate in self._handovers.items() if url not in pair}
+
+    def choose(self, progress: Progress, prefills: Sequence[str], decodes: Sequence[str]) -> Choice | None:
+        """Choose the nodes for a request, of those with these URLs; None if no node can do both, so that roles decide."""
+        if set(prefills).isdisjoint(decodes):
+            return None
+        return choose(
+            progress.ask(),
+            [self.load(url) for url in prefills],
+            [self.load(url) for url in decodes],
+            self.handover,
+            self.limits,
+            may_be_local=self.mode != "always",
+            may_hand_over=self.mode != "never",
+        )
+
+
+class Progress:
+    """One request on its way, and what the nodes have to do for it."""
+
+    def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
+        self._fleet, self._body = fleet, body
+        self._keys: list[int] | None = None
+        self._prompt: tuple[NodeLoad, int] | None = None  # that is being computed, and its number
+        self._computed_at: tuple[NodeLoad, float] | None = None
+        self._answering: NodeLoad | None = None
+        self._latest = 0.0  # when the latest token came
+
+    @property
+    def keys(self) -> list[int]:
+        """Of the prompt's pieces."""
+        if self._keys is None:
+            self._keys = keys_of(self._body)
+        return self._keys
+
+    def ask(self) -> Ask:
+        """Return what the choice of nodes depends on."""
+        num_tokens, shares = self.num_tokens, self._fleet.prefixes.shares(self.keys)
+        cached = {url: int(share * num_tokens) for url, share in shares.items()}
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        return Ask(num_tokens, limit if type(limit) is int and limit > 0 else 0, cached)
+
+    @property
+    def num_tokens(self) -> int:
+        """About how many tokens the prompt has."""
+        return size_in_tokens(self._body)
+
+    def prompt_asked(self, url: str) -> None:
+        """Note that a node is asked to compute the prompt."""
+        self.prompt_ended(is_computed=False)
+        load = self._fleet.load(url)
+        self._prompt = load, load.prompt_asked(self.ask().num_missing(load), self._fleet.clock())
+
+    def prompt_ended(self, *, is_computed: bool) -> None:
+        """Note that the prompt is computed, or given up."""
+        if self._prompt is None:
+            return
+        (load, number), self._prompt = self._prompt, None
+        now = self._fleet.clock()
+        load.prompt_ended(number, now, is_computed=is_computed)
+        if is_computed:
+            self._computed_at = load, now
+            self._fleet.prefixes.add(self.keys, load.url)
+
+    def answer_began(self, url: str) -> None:
+        """Note the first token of an answer, or that a node is asked for a whole one."""
+        self.answer_ended()
+        load, now = self._fleet.load(url), self._fleet.clock()
+        if self._computed_at is not None and self._computed_at[0] is not load:
+            seconds = now - self._computed_at[1] - load.step.at(load.num_answers + 1)
+            self._fleet.handover(self._computed_at[0], load).add(max(0.0, seconds), self.num_tokens)
+            self._fleet.prefixes.add(self.keys, url)
+        load.num_answers += 1
+        self._answering, self._latest = load, now
+
+    def tokens_came(self, num: int) -> None:
+        """Note tokens of the answer that came together."""
+        if self._answering is not None and num > 0:
+            now = self._fleet.clock()
+            self._answering.step_taken((now - self._latest) / num)
+            self._latest = now
+
+    def answer_ended(self) -> None:
+        """Note that no more tokens come from the node."""
+        if self._answering is not None:
+            self._answering.num_answers -= 1
+            self._answering = None
+
+    def ended(self) -> None:
+        """Take all of the request out of the loads."""
+        self.prompt_ended(is_computed=False)
+        self.answer_ended()
