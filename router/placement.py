@@ -219,24 +219,30 @@ def choose(
     Returns:
         None if there is no such pair.
     """
-    able, best = set(prefills) if may_be_local else set(), list[Choice]()
-    if local := [_rated(ask, node, node, 0.0, limits) for node in decodes if node in able]:
-        best.append(min(local, key=_rank))
+    pairs: list[tuple[NodeLoad, NodeLoad, float]] = []
+    if may_be_local:
+        able = {id(node) for node in prefills}
+        own = [node for node in decodes if id(node) in able]
+        if own:
+            node = min(own, key=lambda node: _rank(ask, node, node, 0.0, limits))
+            pairs.append((node, node, 0.0))
     if may_hand_over and prefills and decodes:
         # A handover's cost hardly depends on the pair, so each end is chosen by itself: one pass over the nodes, not their square.
         prefill = min(prefills, key=lambda node: node.queue_s + _prompt_s(ask, node) * (1 + node.num_answers))
         if others := [node for node in decodes if node is not prefill]:
             decode = min(others, key=lambda node: _steps_s(ask, node) + node.queue_s)
-            seconds = HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
-            best.append(_rated(ask, prefill, decode, seconds, limits))
-    if not best:
+            pairs.append((prefill, decode, HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens))
+    if not pairs:
         return None
-    chosen, *others_ = sorted(best, key=_rank)
-    return replace(chosen, alternative_s=others_[0].total_s) if others_ else chosen
+    choices = [Choice(pair[0], pair[1], *_rated(ask, *pair, limits)) for pair in pairs]
+    chosen, *rest = sorted(choices, key=lambda each: (each.num_missed, each.total_s))
+    return replace(chosen, alternative_s=rest[0].total_s) if rest else chosen
 
 
-def _rank(choice: Choice) -> tuple[int, float]:
-    return choice.num_missed, choice.total_s
+def _rank(
+    ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits
+) -> tuple[int, float]:
+    return _rated(ask, prefill, decode, handover_s, limits)[2:]
 
 
 def _prompt_s(ask: Ask, node: NodeLoad) -> float:
@@ -250,13 +256,16 @@ def _steps_s(ask: Ask, node: NodeLoad) -> float:
     return num_steps * (after + node.num_answers * (after - before))
 
 
-def _rated(ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits) -> Choice:
-    prompt_s, step_s = _prompt_s(ask, prefill), decode.step.at(decode.num_answers + 1)
+def _rated(
+    ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits
+) -> tuple[float, float, int, float]:
+    """Return the estimates of a `Choice`: time to the first token, what is added to others, missed limits, and the total."""
+    num_answers = decode.num_answers
+    prompt_s, step_s = _prompt_s(ask, prefill), decode.step.at(num_answers + 1)
     ttft_s = prefill.queue_s + prompt_s + handover_s + step_s
     # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts of its own node.
     others_s = prefill.num_answers * prompt_s
     pause_s = decode.queue_s if prefill is not decode else 0.0
     longest_s = max(pause_s, prompt_s if prefill.num_answers else 0.0, step_s)
     num_missed = int(0 < limits.ttft_s < ttft_s) + int(0 < limits.itl_s < longest_s)
-    total_s = ttft_s + others_s + pause_s + _steps_s(ask, decode)
-    return Choice(prefill, decode, ttft_s, others_s, num_missed, total_s)
+    return ttft_s, others_s, num_missed, ttft_s + others_s + pause_s + _steps_s(ask, decode)

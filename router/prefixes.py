@@ -56,7 +56,9 @@ class Prefixes:
 
     def shares(self, keys: Sequence[int]) -> Mapping[str, float]:
         """Return the share of a prompt that each node has: URL → 0 to 1. Those without a share are left out."""
-        counts: dict[int, int] = {}
+        if not keys:
+            return {}
+        counts: dict[int, int] = {}  # pieces → the nodes that have just so many
         held = -1
         for number, key in enumerate(keys):
             still = self._nodes.get(key, 0) & held

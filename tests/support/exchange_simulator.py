@@ -136,6 +136,7 @@ class Schedule:
             Node("decode", number, drawn.random() < 0.8) for number in range(drawn.randint(1, 3))
         ]
         self.may_be_at_once = drawn.random() < 0.6
+        self.may_be_local = drawn.random() < 0.3
         self.may_decode_alone = drawn.random() < 0.3
         self.offers_answer = drawn.random() < 0.5
         self.p_loss = drawn.choice((0.0, 0.2, 0.5))
@@ -308,6 +309,10 @@ class Schedule:
         untried = [node for node in self.decodes if node not in exchange.tried_decode]
         if not untried:
             return self.without_decode()
+        if self.may_be_local and self.drawn.random() < 0.5:
+            fits: list[Any] = [each for each in untried if exchange.beginning is None or each.abilities]
+            if fits:
+                return exchange.placed_at(self.drawn.choice(fits))
         if not (exchange.may_ask_both and self.may_be_at_once):
             return exchange.placed()
         node: Any = self.drawn.choice(self.prefills)

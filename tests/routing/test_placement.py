@@ -1,0 +1,362 @@
+"""Where a prompt is computed: the arithmetic on made-up fleets, and what the router makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvferry.router.fleet import Fleet, Mode, Progress
+from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, choose
+from kvferry.router.prefixes import PIECE_TOKENS, Prefixes, keys_of
+from tests.support.fake_nodes import routed
+
+DEADLINE_S = 20.0
+NO_LIMITS = Limits()
+
+
+def handover(prefill: NodeLoad, decode: NodeLoad) -> Rate:
+    return Rate(2e-5, 256)
+
+
+def nodes(num: int) -> list[NodeLoad]:
+    return [NodeLoad(f"http://node-{number}") for number in range(num)]
+
+
+def chosen(ask: Ask, loads: list[NodeLoad], limits: Limits = NO_LIMITS, **modes: bool) -> Choice:
+    choice = choose(ask, loads, loads, handover, limits, **modes)
+    assert choice is not None
+    return choice
+
+
+# -- the choice --------------------------------------------------------------------------------------
+
+
+def test_an_idle_node_does_all_of_a_request() -> None:
+    assert chosen(Ask(1000, 64), nodes(2)).is_local
+
+
+def test_a_request_goes_to_the_node_with_less_to_do() -> None:
+    busy, idle = loads = nodes(2)
+    busy.prompt_asked(5000, now=0.0)
+    assert chosen(Ask(20, 64), loads).decode is idle
+    assert chosen(Ask(20, 64), loads).is_local
+
+
+def test_a_long_prompt_keeps_away_from_answers_that_it_would_hold_up() -> None:
+    answering, computing = loads = nodes(2)
+    answering.num_answers, computing.num_answers = 3, 0
+    computing.prompt_asked(200, now=0.0)
+    long = chosen(Ask(4000, 8), loads)
+    assert long.prefill is computing
+    answering.num_answers = computing.num_answers = 2
+    for _ in range(50):  # a node whose answers hardly slow each other down
+        for load in loads:
+            load.step.add(2, 0.01)
+            load.step.add(8, 0.01)
+    assert chosen(Ask(10, 500), loads).is_local
+
+
+def test_what_is_cached_need_not_be_computed() -> None:
+    first, second = loads = nodes(2)
+    choice = chosen(Ask(4000, 16, {second.url: 3900}), loads)
+    assert (choice.prefill, choice.is_local) == (second, True)
+    assert choice.ttft_s < 0.3
+    first.prompt_asked(100, now=0.0)
+    assert chosen(Ask(4000, 16, {second.url: 3900}), loads).prefill is second
+
+
+def test_a_prompt_is_handed_over_from_the_node_that_has_it_to_one_that_is_free() -> None:
+    full, free = loads = nodes(2)
+    full.num_answers = 6
+    for _ in range(50):  # each answer slows all others down
+        for number in (1, 7):
+            full.step.add(number, 0.02 * number)
+            free.step.add(number, 0.02 * number)
+    choice = chosen(Ask(4000, 200, {full.url: 3990}), loads)
+    assert (choice.prefill, choice.decode) == (full, free)
+
+
+def test_limits_come_before_the_sum_of_times() -> None:
+    answering, idle = loads = nodes(2)
+    answering.num_answers = 1
+    idle.prompt_asked(900, now=0.0)
+    assert chosen(Ask(300, 8), loads).prefill is answering
+    assert chosen(Ask(300, 8), loads, Limits(itl_s=0.1)).prefill is idle
+    assert chosen(Ask(300, 8), loads, Limits(ttft_s=0.5, itl_s=0.4)).prefill is answering
+
+
+@pytest.mark.parametrize(
+    ("modes", "is_local"), [({"may_hand_over": False}, True), ({"may_be_local": False}, False)]
+)
+def test_a_mode_leaves_one_way(modes: dict[str, bool], is_local: bool) -> None:
+    loads = nodes(2)
+    assert chosen(Ask(100, 10), loads, **modes).is_local is is_local
+    assert choose(Ask(100), loads[:1], loads[:1], handover, NO_LIMITS, may_be_local=False) is None
+
+
+def test_fixed_roles_are_a_restriction_of_the_choice() -> None:
+    prefill, decode = nodes(2)
+    choice = choose(Ask(100), [prefill], [decode], handover, NO_LIMITS)
+    assert choice is not None
+    assert (choice.prefill, choice.decode) == (prefill, decode)
+
+
+def test_a_choice_says_what_the_other_way_would_cost() -> None:
+    choice = chosen(Ask(1000, 64), nodes(2))
+    assert choice.total_s < choice.alternative_s < math.inf
+    assert str(choice).startswith("local; ttft=1.030; others=0.000; alternative=")
+
+
+# -- what is learned ---------------------------------------------------------------------------------
+
+
+def test_a_node_is_as_fast_as_it_was_lately() -> None:
+    load = NodeLoad("http://node")
+    now = 0.0
+    for _ in range(60):
+        number = load.prompt_asked(1000, now)
+        now += 0.1
+        load.prompt_ended(number, now, is_computed=True)
+    assert load.prompt.seconds == pytest.approx(1e-4, rel=0.05)
+    for _ in range(60):
+        number = load.prompt_asked(1000, now)
+        now += 4.0
+        load.prompt_ended(number, now, is_computed=True)
+    assert load.prompt.seconds == pytest.approx(4e-3, rel=0.2)
+
+
+def test_the_wait_behind_another_prompt_is_not_taken_for_computing() -> None:
+    load = NodeLoad("http://node")
+    for round_ in range(40):
+        began = 10.0 * round_
+        numbers = [load.prompt_asked(1000, began) for _ in range(4)]
+        for place, number in enumerate(numbers, 1):
+            load.prompt_ended(number, began + place, is_computed=True)
+    assert load.prompt.seconds == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_step_during_a_prompt_says_nothing_about_steps() -> None:
+    load = NodeLoad("http://node", num_answers=1)
+    before = load.step.at(1)
+    number = load.prompt_asked(100, 0.0)
+    load.step_taken(5.0)
+    assert load.step.at(1) == before
+    load.prompt_ended(number, 1.0, is_computed=False)
+    load.step_taken(5.0)
+    assert load.step.at(1) > before
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -5.0, 1e300, 0.0])
+def test_no_measurement_makes_an_estimate_absurd(seconds: float) -> None:
+    """Clocks that jump, and nodes that lie about time, cost accuracy at most."""
+    rate, line = Rate(1e-3, 64), Line(((1, 0.03), (8, 0.06)), 4)
+    for _ in range(500):
+        rate.add(seconds, 10)
+        line.add(3, seconds)
+    assert 0 < rate.seconds <= 600
+    assert all(0 < line.at(x) < math.inf for x in (0, 1, 3, 1000))
+    for _ in range(400):
+        rate.add(0.02, 10)
+        line.add(3, 0.05)
+    assert rate.seconds == pytest.approx(2e-3, rel=0.3)
+
+
+def test_more_answers_never_take_less_time() -> None:
+    line = Line(((1, 0.03), (8, 0.06)), 4)
+    for _ in range(100):
+        line.add(1, 0.5)
+        line.add(8, 0.1)
+    assert line.at(8) >= line.at(1)
+
+
+# -- what nodes have cached --------------------------------------------------------------------------
+
+
+def test_a_node_has_what_was_sent_there_up_to_where_prompts_differ() -> None:
+    prefixes = Prefixes()
+    tokens = list(range(10 * PIECE_TOKENS))
+    prefixes.add(keys_of({"prompt": tokens}), "a")
+    prefixes.add(keys_of({"prompt": tokens[: 4 * PIECE_TOKENS]}), "b")
+    other = [*tokens[: 5 * PIECE_TOKENS], *(tokens[0] for _ in tokens[5 * PIECE_TOKENS :])]
+    assert prefixes.shares(keys_of({"prompt": other})) == {"a": 0.5, "b": 0.4}
+    assert prefixes.shares(keys_of({"prompt": tokens, "cache_salt": "s"})) == {}
+    assert prefixes.shares(keys_of({"prompt": tokens, "model": "adapter"})) == {}
+    assert prefixes.shares([]) == {}
+    prefixes.forget("a")
+    assert prefixes.shares(keys_of({"prompt": tokens})) == {"b": 0.4}
+    prefixes.add(keys_of({"prompt": tokens[:PIECE_TOKENS]}), "a")  # a new process has what it was sent since
+    assert prefixes.shares(keys_of({"prompt": tokens})) == {"a": 0.1, "b": 0.4}
+
+
+def test_a_conversation_begins_with_its_earlier_turns() -> None:
+    first = [{"role": "user", "content": "x" * 300}]
+    later = [*first, {"role": "assistant", "content": "y" * 100}, {"role": "user", "content": "z" * 100}]
+    prefixes = Prefixes()
+    prefixes.add(keys_of({"messages": first}), "a")
+    assert 0.4 < prefixes.shares(keys_of({"messages": later}))["a"] < 0.7
+
+
+def test_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
+    prefixes = Prefixes(max_keys=100)
+    for number in range(1000):
+        prefixes.add([1, 2, 3], "kept")
+        prefixes.add([1000 + number], f"node-{number % 7}")
+    assert len(prefixes) == 100
+    assert prefixes.shares([1, 2, 3]) == {"kept": 1.0}
+    for number in range(5000):  # nodes that come and go
+        prefixes.add([7], f"node-{number}")
+    assert len(prefixes.shares([7])) <= 1024
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, {}, [1.5], ["a", 7], [[1], [2]], [1 << 70], ["\ud800"], ""], ids=str
+)
+def test_a_malformed_prompt_has_no_pieces(prompt: Any) -> None:
+    assert keys_of({"prompt": prompt}) == []
+
+
+# -- the fleet ---------------------------------------------------------------------------------------
+
+
+def test_a_request_leaves_nothing_behind_and_an_ended_process_is_forgotten() -> None:
+    now = [0.0]
+    fleet = Fleet("auto", NO_LIMITS, lambda: now[0])
+    for step in range(200):
+        progress = Progress(fleet, {"prompt": list(range(40)), "max_tokens": 4})
+        progress.prompt_asked("a")
+        now[0] += 0.01
+        if step % 3 == 0:
+            progress.prompt_ended(is_computed=True)
+            progress.answer_began("b")
+            progress.tokens_came(1)
+        progress.ended()
+        progress.ended()
+    for url in "ab":
+        load = fleet.load(url)
+        assert (load.queue_s, load.num_answers) == (0, 0)
+    assert fleet.prefixes.shares(keys_of({"prompt": list(range(40))})) == {"a": 1.0, "b": 1.0}
+    before = fleet.load("a")
+    fleet.forget("a")
+    assert fleet.load("a") is not before
+    assert fleet.prefixes.shares(keys_of({"prompt": list(range(40))})) == {"b": 1.0}
+
+
+# -- the router --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Both:
+    """A node that computes and answers."""
+
+    hold: asyncio.Event | None = None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "kv_role": "kv_both", "load_failure_policy": "fail"})
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "remote_lease": "1"}})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        if self.hold is not None:
+            await self.hold.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    @property
+    def num_prefills(self) -> int:
+        return sum(
+            bool((each.get("kv_transfer_params") or {}).get("do_remote_decode")) for each in self.asked
+        )
+
+
+async def ask(client: Any, prompt: Any, **fields: Any) -> str:
+    """Return what the router says of its choice."""
+    body = {"prompt": prompt, "stream": True, "max_tokens": 4, **fields}
+    async with asyncio.timeout(DEADLINE_S), client.post("/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+        said: str = response.headers.get("X-KV-Placement", "")
+        return said
+
+
+async def test_idle_nodes_compute_the_prompts_that_they_answer() -> None:
+    loads = [Both(), Both()]
+    async with routed(loads, [], does_both=True) as client:
+        for number in range(6):
+            assert (await ask(client, [number] * 64)).startswith("local; ttft=0.")
+        page = await (await client.get("/metrics")).text()
+    assert 'kvferry_router_placements_total{way="local"} 6.0' in page
+    assert not any(each.num_prefills for each in loads)
+    assert len(loads[0].asked) + len(loads[1].asked) == 6
+    assert not any("remote_lease" in str(body) for each in loads for body in each.asked)
+
+
+@pytest.mark.parametrize(("mode", "way"), [("never", "local"), ("always", "handover")])
+async def test_a_mode_is_kept(mode: Mode, way: str) -> None:
+    loads = [Both(), Both()]
+    async with routed(loads, [], does_both=True, placement=mode) as client:
+        for number in range(3):
+            assert (await ask(client, [number] * 64)).startswith(way)
+    assert sum(each.num_prefills for each in loads) == (3 if way == "handover" else 0)
+
+
+async def test_a_long_prompt_is_computed_where_no_answer_waits_for_it() -> None:
+    loads = [Both(asyncio.Event()), Both(asyncio.Event())]
+    async with asyncio.timeout(DEADLINE_S), routed(loads, [], does_both=True) as client:
+        body = {"prompt": [7] * 16, "stream": True, "max_tokens": 400}
+        async with client.post("/v1/completions", json=body) as response:
+            await response.content.readany()
+            answering = next(each for each in loads if each.asked)
+            other = next(each for each in loads if each is not answering)
+            assert other.hold is not None
+            other.hold.set()
+            await ask(client, [9] * 3000)
+            assert [len(each.asked) for each in (answering, other)] == [1, 1]
+            assert answering.hold is not None
+            answering.hold.set()
+            await response.read()
+
+
+async def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
+    loads = [Both(), Both()]
+    async with routed(loads, [], does_both=True) as client:
+        turn = [1] * 2048
+        await ask(client, turn)
+        where = next(each for each in loads if each.asked)
+        for number in range(3):
+            turn = [*turn, *([number] * 64)]
+            await ask(client, turn)
+        assert len(where.asked) == 4
+
+
+async def test_a_node_that_is_lost_is_not_chosen_again_for_the_request() -> None:
+    class Lost(Both):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            self.asked.append(json.loads(await request.text()))
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+
+    lost, well = Lost(), Both()
+    async with routed([lost, well], [], does_both=True) as client:
+        for _ in range(2):
+            assert await ask(client, [3] * 40)
+    assert len(well.asked) >= 2
+
+
+async def test_nodes_with_one_role_are_placed_by_their_roles() -> None:
+    prefill, decode = Both(), Both()
+    async with routed([prefill], [decode]) as client:
+        assert await ask(client, [1] * 40) == ""
+    assert (prefill.num_prefills, decode.num_prefills) == (1, 0)
