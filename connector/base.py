@@ -1,119 +1,11 @@
-"""The two halves of a connector, and `KVConnectorBase`, the class that authors subclass.
+"""The contract of a connector: its two halves, what an engine shows them, and `KVConnectorBase`, which authors subclass.
 
 A connector runs in two places on a node. The *scheduler half* sits beside the engine's scheduler and decides which blocks
 of which request cross between nodes. The *worker half*, one per rank, moves them. They communicate only through the
 metadata that `build_connector_meta` returns in each step, and through what `get_finished` and the methods after it report.
 
-Order of calls, scheduler half, for one request
-    `on_new_request` → `get_num_new_matched_tokens` (any number of times) → `update_state_after_alloc` →
-    `build_connector_meta` (every step) → `request_progressed` (if its prompt takes several steps) → … →
-    `request_finished` (exactly once).
-
-Order of calls, worker half
-    once:  `allocate_kv_memory` → `register_kv_caches` or `register_cross_layers_kv_cache` → `get_handshake_metadata`
-    step:  `handle_preemptions` (only if there are preemptions) → `bind_connector_metadata` → `start_load_kv` → per layer
-           (`wait_for_layer_load`, `save_kv_layer`), if the step computes something → `wait_for_save` → `get_finished` →
-           `get_block_ids_with_load_errors` → `take_load_errors` → `get_kv_connector_stats` → `failure` → `warning` →
-           `clear_connector_metadata`
-    end:   `shutdown`
-
-What a step computes
-    `SchedulerOutput.scheduled_requests` has one record per request that the step computes. The step computes the
-    request's tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`, and writes their keys and
-    values into its blocks. Token `t` of a group with `block_size` tokens per block lies in block
-    `block_ids[group][t // block_size]`, at slot `t % block_size`. This covers all tokens: those of the prompt, generated
-    ones, and tokens that are computed again after a preemption. A request whose asynchronous load is under way is not
-    computed. A step may compute nothing; it still loads, saves and reports.
-
-    A worker half sees none of this by itself. A half that saves layer by layer derives in `build_connector_meta` which
-    blocks the step fills, and puts that into its metadata.
-
-Block tables
-    A table is one list of block ids per KV cache group. It has blocks for the tokens that are computed or loaded so far,
-    and for those of the step: a prompt that takes several steps (chunked prefill) gets its blocks chunk by chunk. Tables
-    grow at their end, and their entries stay, with three exceptions:
-
-    - In a group with a sliding window or with chunked attention, a block that no later token can see is 0, the null
-      block. Load and save nothing there.
-    - A group of recurrent layers has one block per request, the state after all computed tokens. Inside vLLM it may be
-      the last of several.
-    - If a load fails, the blocks after the valid prefix are given up, and the request gets others.
-
-    - At `update_state_after_alloc`: the blocks of the node's own cached prefix, then those of the tokens to load, then,
-      unless the load is asynchronous, those of the tokens that this step computes. Blocks for the rest of the prompt come
-      in later steps.
-    - At `request_progressed`: blocks for exactly `num_computed_tokens` tokens.
-    - At `request_finished`: all blocks of the request; one empty list per group if it has none, because it still waits or
-      was preempted.
-
-Tokens that a node has
-    `ConnectorRequest.num_computed_tokens` is the number of tokens whose keys and values are in the request's blocks:
-
-    - 0 at `on_new_request`, at `get_num_new_matched_tokens`, and at the first `update_state_after_alloc`, even if the
-      node's prefix cache holds a part of the prompt. The argument of `get_num_new_matched_tokens` says how much.
-    - At the second `update_state_after_alloc`, after an asynchronous load: what is valid now, at most all but the last.
-    - At `request_progressed`: the tokens up to the end of the step.
-    - At `request_finished`: all tokens but the last generated one, which no step has computed. If it ended earlier: what
-      was computed until then. While a load is under way, its tokens do not count.
-
-    The last token of a request is always computed, because its logits give the next token. So the node's own prefix never
-    contains it: with 16 tokens and 4 tokens per block, at most 12 are found. A synchronous load must leave it out as well.
-    An asynchronous load may contain it; the engine then computes it once more, into the block that was loaded.
-
-Synchronous and asynchronous loads
-    A synchronous load belongs to the step whose metadata orders it. Its request is computed in this step, and its
-    `num_computed_tokens` there includes the loaded tokens. The load may go on during the forward pass: a layer's part must
-    be in place when `wait_for_layer_load` returns, and all of it when the step ends. If the forward pass fails, the engine
-    calls `wait_for_layer_load` for the layers that were not reached.
-
-    An asynchronous load holds its blocks until a worker half names the request in `finished_recving`. Then the request
-    is scheduled like any other, after a second `update_state_after_alloc` without tokens to load. In the engines of this
-    project a request loads at most once: if it loses its blocks later, it computes everything itself.
-
-"Not yet"
-    If `get_num_new_matched_tokens` returns None, the request stays in its place in the queue, and holds nothing. The
-    engine asks again in each later step that has room for another request, and steps at least every few milliseconds. The
-    requests behind it are not held up.
-
-Preemption
-    If the pool is full, the newest running request loses its blocks. Requests whose load is under way keep theirs. The
-    next `build_connector_meta` has the id in `preempted_req_ids`, and the worker halves get it in `handle_preemptions`
-    before a step writes into these blocks. The request is not finished: it waits, is asked about again unless it loaded,
-    gets new blocks, and is computed from the beginning, generated tokens included.
-
-Abort
-    A request can be aborted at any time between two steps. `request_finished` is then called with `finish_reason`
-    `"abort"`. If its load is under way, the engine keeps the blocks until the load is named in `finished_recving`,
-    whatever `request_finished` returns. The next step has the id in `finished_req_ids`.
-
-What an exception means, in the engines of this project
-    Inside vLLM, an exception of a connector ends the engine core, and all its requests fail.
-
-    - In a hook about one request (`on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`,
-      `request_progressed`, `request_finished`): that request fails. `request_finished` follows, with `finish_reason`
-      `"error"`, unless it was that hook itself, or a `ConnectorError` in `on_new_request`. `update_state_after_alloc` may
-      have ordered its load before it raised. So the blocks stay reserved until the step has ended, if the load is
-      synchronous, and otherwise until it is named in `finished_recving`. A `ConnectorError` says that nothing was
-      ordered; then the blocks are free at once. Blocks are free at once as well after `request_finished` raised, but the
-      next step names the request to `handle_preemptions` first.
-    - In `build_connector_meta`: it is called once more. If it raises again, the step does not run, and its requests fail.
-    - In a hook of the worker half: the step goes on to its end, because other ranks take part in it, but none of its
-      tokens counts, and its requests fail. No layer is saved after the exception. What was saved before or by other ranks
-      may be wrong: the next `update_connector_output` has `hook_errors`, and the half must forget what this step saved.
-      The blocks stay reserved until a later step in which no hook raises has ended. That step's `handle_preemptions`
-      names the requests. When its `wait_for_save` returns, nothing may read or write these blocks any more.
-    - In `build_connector_meta`, `bind_connector_metadata` or `start_load_kv`: the asynchronous loads that were ordered
-      since the last step fail as well, because it is unknown whether they began.
-    - In `get_finished`: tokens count, but every request that waits for a load fails, because its end may be lost. The same
-      is true for `get_block_ids_with_load_errors` and `take_load_errors`, where the step's tokens do not count either.
-    - Blocks of a load that failed in such a way stay reserved until it is named in `finished_recving`, or the node ends.
-    - In `update_connector_output`, `take_events`, `get_kv_connector_stats`, `failure` or `warning`: it is logged only.
-
-    The client's error names the hook, the connector and the exception. The node's health has a warning until a step ends
-    without an exception, and an error if eight steps in a row, during ten seconds or more, did not.
-
-Source: the meaning of each method, and when an engine calls it, follows vLLM's KVConnectorBase_V1 (0.32). vLLM has no
-`request_progressed` and no `take_load_errors`, and its `SchedulerOutput` says in another form what a step computes.
+`docs/connector-contract.md` is the specification: the order of all calls, what a block table contains, and what aborts,
+preemptions and exceptions mean. The meaning of each method follows vLLM's KVConnectorBase_V1 (0.32).
 """
 
 from __future__ import annotations
@@ -125,7 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..transports.errors import ConfigurationError, KVTransferStateError
+from ..transports.errors import KVTransferStateError
+from .compat import half_of_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -327,8 +220,8 @@ class SchedulerHalf(ABC):
     ) -> None:
         """Take note that a step computed a part of the prompt, up to `request.num_computed_tokens`, but not its end.
 
-        Called after each such step, before the next one is planned. If the request loses its blocks, it is computed again and this is called from the
-        beginning again; the next `build_connector_meta` gets its id in `preempted_req_ids`.
+        Called after each such step, before the next one is planned. If the request loses its blocks, it is computed again
+        and this is called from the beginning again; the next `build_connector_meta` gets its id in `preempted_req_ids`.
 
         Args:
             block_ids: The request's block table so far, one list per KV cache group, with blocks for exactly
@@ -580,10 +473,9 @@ def _forward(name: str, member: Any, half: str) -> Any:
 class KVConnectorBase(SchedulerHalf, WorkerHalf):
     """A connector in one of its two roles.
 
-    Each instance holds one half and passes calls of that half's methods on to it. There are two ways to subclass:
-
-    - Write a `SchedulerHalf` and a `WorkerHalf`, and return them from `make_scheduler_half` and `make_worker_half`.
-    - As in vLLM, implement the methods of both halves on the subclass itself. An instance then uses those of its role.
+    A subclass returns a `SchedulerHalf` from `make_scheduler_half` and a `WorkerHalf` from `make_worker_half`. Each instance
+    holds the one of its role, and passes calls of that half's methods on to it. A class in vLLM's style, which implements the
+    methods of both halves itself, works as well; see `compat.py`.
 
     Args:
         config: The node's configuration; `config.kv_transfer` is set.
@@ -593,7 +485,7 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
     Raises:
         KVTransferStateError: `config.kv_transfer` is None.
         ConfigurationError: an option in `kv_connector_extra_config` is unknown or has a bad value, or the subclass
-            implements a half in neither way.
+            has no half for `role`.
     """
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -622,34 +514,12 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
         """
 
     def make_scheduler_half(self) -> SchedulerHalf:
-        """Make the half for `KVConnectorRole.SCHEDULER`. The constructor calls this once, after it set its attributes.
-
-        Override it unless the subclass implements the scheduler half's methods itself.
-        """
-        self._require_methods_of(SchedulerHalf, "make_scheduler_half")
-        return _DefaultScheduler()
+        """Make the half for `KVConnectorRole.SCHEDULER`. The constructor calls this once, after it set its attributes."""
+        return half_of_defaults(SchedulerHalf, type(self), KVConnectorBase)
 
     def make_worker_half(self) -> WorkerHalf:
-        """Make the half for `KVConnectorRole.WORKER`. The constructor calls this once, after it set its attributes.
-
-        Override it unless the subclass implements the worker half's methods itself.
-        """
-        self._require_methods_of(WorkerHalf, "make_worker_half")
-        return _DefaultWorker()
-
-    def _require_methods_of(self, half: type[SchedulerHalf | WorkerHalf], make: str) -> None:
-        cls, inherited = type(self), KVConnectorBase
-        missing = [
-            name
-            for name in sorted(half.__abstractmethods__)
-            if getattr(cls, name) is getattr(inherited, name)
-        ]
-        if missing:
-            raise ConfigurationError(
-                f"{cls.__qualname__} does not implement {', '.join(missing)}; implement them or override {make}",
-                key="kv_connector",
-                value=cls.__qualname__,
-            )
+        """Make the half for `KVConnectorRole.WORKER`. The constructor calls this once, after it set its attributes."""
+        return half_of_defaults(WorkerHalf, type(self), KVConnectorBase)
 
     @property
     def _scheduler(self) -> SchedulerHalf:
@@ -706,19 +576,3 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_load_kv(forward_context, **kwargs)
-
-
-def _left_to_the_connector(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError
-
-
-class _DefaultScheduler(SchedulerHalf):
-    """The defaults for a connector that implements the scheduler half's methods itself, the abstract ones included."""
-
-    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _left_to_the_connector
-
-
-class _DefaultWorker(WorkerHalf):
-    """The defaults for a connector that implements the worker half's methods itself, the abstract one included."""
-
-    start_load_kv = _left_to_the_connector

@@ -19,7 +19,8 @@ class KVConnectorOutput:
         failure: Why this rank no longer transfers anything; see `KVConnectorBase.failure`.
         warning: What keeps some of its transfers from working; see `KVConnectorBase.warning`.
         hook_errors: Hook of the worker half that raised in this step → what it raised, in words for a client. Then the
-            rest of the report may be incomplete; `base.py` says what that means for the step's requests.
+            rest of the report may be incomplete; `docs/connector-contract.md` says what that means for
+            the step's requests.
     """
 
     finished_sending: set[str] = field(default_factory=set)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BrokenPromiseError(AssertionError):
-    """A connector did what `connector/base.py` rules out.
+    """A connector did what its contract rules out.
 
     Attributes:
         promise: What it must do instead.

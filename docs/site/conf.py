@@ -42,7 +42,7 @@ NAVIGATION = {
     ],
     "Migrate": ["from-nixlconnector", "from-lmcache"],
     "Reference": ["reference/configuration", "reference/command-line"],
-    "Extend": ["writing-a-connector", "writing-a-transport", "coverage"],
+    "Extend": ["writing-a-connector", "connector-contract", "writing-a-transport", "coverage"],
     "Design": ["design", "reading-guide", "releasing"],
 }
 

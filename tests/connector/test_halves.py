@@ -1,4 +1,4 @@
-"""A connector is a scheduler half and a worker half, whether an author writes two classes or one."""
+"""A connector is a scheduler half and a worker half; a class in vLLM's style, with the methods of both, works as well."""
 
 from __future__ import annotations
 

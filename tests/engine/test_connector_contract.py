@@ -1,4 +1,4 @@
-"""What a connector is told, call by call: the contract in `connector/base.py`, checked on a real engine."""
+"""What a connector is told, call by call: `docs/connector-contract.md`, checked on a real engine."""
 
 from __future__ import annotations
 
