@@ -35,9 +35,9 @@ class OfferState(enum.Enum):
     #: The prompt is still being computed. The blocks are the engine's, and no lease runs.
     OPEN = "open"
     #: The request has finished, and no rank reads. The lease runs.
-    OFFERED = "offered"
+    IDLE = "idle"
     #: The request has finished, and at least one rank reads. The lease runs, and heartbeats renew it.
-    CLAIMED = "claimed"
+    READ = "read"
     #: Its guard is clear, or it never had one.
     ENDED = "ended"
 
@@ -46,9 +46,9 @@ class OfferState(enum.Enum):
 OFFER_TRANSITIONS: Mapping[OfferState, frozenset[OfferState]] = {
     OfferState.AWAITED: frozenset({OfferState.ANNOUNCED, OfferState.ENDED}),
     OfferState.ANNOUNCED: frozenset(set(OfferState) - {OfferState.AWAITED, OfferState.ANNOUNCED}),
-    OfferState.OPEN: frozenset({OfferState.OFFERED, OfferState.CLAIMED, OfferState.ENDED}),
-    OfferState.OFFERED: frozenset({OfferState.CLAIMED, OfferState.ENDED}),
-    OfferState.CLAIMED: frozenset({OfferState.OFFERED, OfferState.ENDED}),
+    OfferState.OPEN: frozenset({OfferState.IDLE, OfferState.READ, OfferState.ENDED}),
+    OfferState.IDLE: frozenset({OfferState.READ, OfferState.ENDED}),
+    OfferState.READ: frozenset({OfferState.IDLE, OfferState.ENDED}),
     OfferState.ENDED: frozenset(),
 }
 
@@ -162,7 +162,7 @@ class Offer:
         request_id: This node's id of the request; empty while it is awaited.
         state: Where it is in the producer's table.
         grant: The grant that its claimants get; it has the guard, too. None before the offer is made.
-        deadline: When something is due: while announced, the next answer to parked claims; while offered or claimed, the
+        deadline: When something is due: while announced, the next answer to parked claims; while idle or read, the
             end of the lease; infinity if nothing is.
         claimants: The ranks that read it.
     """
@@ -295,7 +295,7 @@ class Offer:
 
         That bound is the producer's: a consumer that sends heartbeats for ever must not keep blocks for ever.
         """
-        if self.state in (OfferState.OFFERED, OfferState.CLAIMED) and now < self._renewable_until:
+        if self.state in (OfferState.IDLE, OfferState.READ) and now < self._renewable_until:
             # Also if the lease was that of an answer: a consumer that claims and then freezes is no user who thinks.
             self._lease_s = self._config.lease_s
             self.deadline = now + self._lease_s
@@ -324,13 +324,13 @@ class Offer:
         self.deadline = now + lease_s
         # A claim that comes within the lease gets time to read, even if `max_hold_s` is shorter than an answer's lease.
         self._renewable_until = now + max(self._config.max_hold_s, lease_s)
-        self._go_to(OfferState.CLAIMED if self.claimants.peers else OfferState.OFFERED)
+        self._go_to(OfferState.READ if self.claimants.peers else OfferState.IDLE)
 
     def _count_readers(self) -> None:
-        """Set *offered* or *claimed*. An offer whose ranks are all done is about to end, so it stays as it is."""
-        if self.state not in (OfferState.OFFERED, OfferState.CLAIMED) or self.claimants.are_done:
+        """Set *idle* or *read*. An offer whose ranks are all done is about to end, so it stays as it is."""
+        if self.state not in (OfferState.IDLE, OfferState.READ) or self.claimants.are_done:
             return
-        state = OfferState.CLAIMED if self.claimants.peers else OfferState.OFFERED
+        state = OfferState.READ if self.claimants.peers else OfferState.IDLE
         if state is not self.state:
             self._go_to(state)
 

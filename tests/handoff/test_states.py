@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from kvferry.connector.handoff.offers import OFFER_TRANSITIONS, ConsumerPeer, Of
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.handoff.testing import PromiseBroken, Simulation, explore
 from kvferry.connector.handoff.testing.load_states import GRANT, OFFER
+from kvferry.connector.p2p.scheduler import RequestState
+from kvferry.reference.engine.handoffs import Hold
+from kvferry.reference.engine.request import RequestStatus
 from kvferry.transports.errors import KVTransferStateError
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
@@ -55,6 +59,25 @@ def test_the_tables_of_the_design_are_those_of_the_code(
     assert changes_in_design(heading) == changes_in_code(table)
 
 
+def test_a_word_for_states_of_several_things_has_one_meaning() -> None:
+    """It stands in the glossary, once."""
+    _, _, section = DESIGN.read_text().partition("## Glossary\n")
+    glossary = Counter(
+        word.strip()
+        for line in section.partition("\n## ")[0].splitlines()
+        if line.startswith("|")
+        for word in line.split("|")[1].split(",")
+    )
+    uses = Counter(
+        name(state)
+        for states in (RequestState, OfferState, LoadState, Hold, RequestStatus)
+        for state in states
+    )
+    shared = {word for word, count in uses.items() if count > 1}
+    assert shared == {"announced", "open", "offered", "loading", "draining", "ended"}
+    assert {word: glossary[word] for word in shared} == dict.fromkeys(shared, 1)
+
+
 @pytest.fixture
 def offer() -> Offer:
     return Offer("r", LEASE, HandoffConfig())
@@ -71,11 +94,11 @@ def test_an_offer_is_claimed_while_a_rank_reads_it(offer: Offer) -> None:
         Grant("r", LEASE, guard_index=0, num_tokens=12, num_ready=12, block_ids=((4, 5, 6),)), now=0.0
     )
     first = ConsumerPeer(1, "there", 5)
-    assert offer.state is OfferState.OFFERED
+    assert offer.state is OfferState.IDLE
     assert offer.claim(first, Claim("r", LEASE, rank=0, num_ranks=2), now=0.0) == ""
-    assert offer.state is OfferState.CLAIMED
+    assert offer.state is OfferState.READ
     offer.release(first, Release("r", LEASE, delivered=True, rank=0, num_ranks=2))
-    assert offer.state is OfferState.OFFERED  # the other rank is still to come
+    assert offer.state is OfferState.IDLE  # the other rank is still to come
 
 
 def test_an_offer_ends_once(offer: Offer) -> None:
