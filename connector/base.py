@@ -515,11 +515,13 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
 
     def make_scheduler_half(self) -> SchedulerHalf:
         """Make the half for `KVConnectorRole.SCHEDULER`. The constructor calls this once, after it set its attributes."""
-        return half_of_defaults(SchedulerHalf, type(self), KVConnectorBase)
+        half: SchedulerHalf = half_of_defaults(SchedulerHalf, type(self), KVConnectorBase)
+        return half
 
     def make_worker_half(self) -> WorkerHalf:
         """Make the half for `KVConnectorRole.WORKER`. The constructor calls this once, after it set its attributes."""
-        return half_of_defaults(WorkerHalf, type(self), KVConnectorBase)
+        half: WorkerHalf = half_of_defaults(WorkerHalf, type(self), KVConnectorBase)
+        return half
 
     @property
     def _scheduler(self) -> SchedulerHalf:

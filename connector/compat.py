@@ -6,21 +6,18 @@ It works all the same: its instances hold a half that has only the defaults, for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from abc import ABCMeta
+from typing import Any
 
 from ..transports.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from .base import KVConnectorBase, SchedulerHalf, WorkerHalf
 
-_Half = TypeVar("_Half", bound="SchedulerHalf | WorkerHalf")
-
-
-def half_of_defaults(half: type[_Half], connector: type[KVConnectorBase], inherited: type) -> _Half:
+def half_of_defaults(half: ABCMeta, connector: type, inherited: type) -> Any:
     """Return a half with the defaults, for a connector whose class implements everything else itself.
 
     Args:
         half: `SchedulerHalf` or `WorkerHalf`.
+        connector: The class, derived from `KVConnectorBase`.
         inherited: `KVConnectorBase`: what the class has from there, it does not implement.
 
     Raises:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.reference.demo.launcher import Launcher
 from tests.support.client import Client, wait_until
-from tests.support.layer_store import MARK
+from tests.support.recording_connector import MARK
 
 from .conftest import START_TIMEOUT_S
 
@@ -93,8 +93,8 @@ def test_the_client_learns_what_the_connector_raised_and_the_node_goes_on(
     launcher: Launcher, tiny_single: Client, tiny_single_arguments: Sequence[str]
 ) -> None:
     options = (
-        *("--role", "both", "--connector", "LayerStoreConnector", "--layout", "per-layer"),
-        *("--connector-module", "tests.support.layer_store", "--connector-option"),
+        *("--role", "both", "--connector", "RecordingConnector", "--layout", "per-layer"),
+        *("--connector-module", "tests.support.recording_connector", "--connector-option"),
     )
     hooks = ("get_num_new_matched_tokens", "start_load_kv")
     nodes = [
@@ -107,7 +107,7 @@ def test_the_client_learns_what_the_connector_raised_and_the_node_goes_on(
     for hook, client in zip(hooks, map(Client, nodes), strict=True):
         reply = client.complete([MARK, *prompt], max_tokens=6)
         assert reply.status == 500
-        assert f"{hook} of the connector LayerStoreConnector failed: Boom: on purpose" in reply.error
+        assert f"{hook} of the connector RecordingConnector failed: Boom: on purpose" in reply.error
         with client.streaming([MARK, *prompt], max_tokens=6) as events:
             assert "Boom: on purpose" in str(list(events)[-1]["error"]["message"])
         assert client.complete(prompt, max_tokens=6).token_ids == expected

@@ -12,7 +12,7 @@ from kvferry.connector.base import WorkerHalf
 from kvferry.connector.output import KVConnectorOutput
 from tests.engine.test_hook_errors import halves
 from tests.support.engines import MakeNode, SteppedNode, drive
-from tests.support.layer_store import Call, LayerStoreConnector, StoreScheduler
+from tests.support.recording_connector import Call, RecordingConnector, RecordingScheduler
 
 BLOCK = 4
 #: `max_num_batched_tokens` of the nodes.
@@ -51,18 +51,18 @@ OTHERS = {
 @pytest.fixture(autouse=True)
 def empty_store() -> Iterator[None]:
     yield
-    LayerStoreConnector.store.clear()
+    RecordingConnector.store.clear()
 
 
 @pytest.fixture
 def make_store(make_node: MakeNode) -> Any:
     def make(load: str = "", **settings: Any) -> SteppedNode:
         transfer = {
-            "kv_connector_module_path": "tests.support.layer_store",
+            "kv_connector_module_path": "tests.support.recording_connector",
             "kv_connector_extra_config": {"load": load},
         }
         return make_node(
-            connector="LayerStoreConnector", role="kv_both", options=transfer, layout="per-layer", **settings
+            connector="RecordingConnector", role="kv_both", options=transfer, layout="per-layer", **settings
         )
 
     return make
@@ -76,12 +76,12 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-def told(scheduler: StoreScheduler, name: str) -> list[tuple[str, int]]:
+def told(scheduler: RecordingScheduler, name: str) -> list[tuple[str, int]]:
     """The hooks called about a request, and how many tokens it had computed at each."""
     return [(call.hook, call.num_computed_tokens) for call in scheduler.calls_of(name)]
 
 
-def call_of(scheduler: StoreScheduler, name: str, hook: str) -> Call:
+def call_of(scheduler: RecordingScheduler, name: str, hook: str) -> Call:
     (call,) = [call for call in scheduler.calls_of(name) if call.hook == hook]
     return call
 

@@ -12,7 +12,7 @@ import kvferry.reference.engine.handoffs
 from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.errors import ConnectorError
 from tests.support.engines import MakeNode, SteppedNode, drive
-from tests.support.layer_store import MARK, LayerStoreConnector, StoreScheduler, StoreWorker
+from tests.support.recording_connector import MARK, RecordingConnector, RecordingScheduler, RecordingWorker
 
 BLOCK = 4
 VICTIM = [MARK, *range(40, 58)]
@@ -43,7 +43,7 @@ HARMLESS = ["get_kv_connector_stats", "failure", "warning", "update_connector_ou
 @pytest.fixture(autouse=True)
 def empty_store() -> Iterator[None]:
     yield
-    LayerStoreConnector.store.clear()
+    RecordingConnector.store.clear()
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def make_store(make_node: MakeNode) -> Any:
 
     def make(settings: Any = (), policy: Any = "fail", **options: Any) -> SteppedNode:
         transfer = {
-            "kv_connector_module_path": "tests.support.layer_store",
+            "kv_connector_module_path": "tests.support.recording_connector",
             "kv_connector_extra_config": options,
             "kv_load_failure_policy": policy,
         }
         return make_node(
-            connector="LayerStoreConnector",
+            connector="RecordingConnector",
             role="kv_both",
             options=transfer,
             layout="per-layer",
@@ -67,13 +67,13 @@ def make_store(make_node: MakeNode) -> Any:
     return make
 
 
-def halves(node: SteppedNode) -> tuple[StoreScheduler, StoreWorker]:
+def halves(node: SteppedNode) -> tuple[RecordingScheduler, RecordingWorker]:
     scheduler = node.core.parts.scheduler.handoffs._connector
     worker = node.slot.connector
     assert isinstance(scheduler, KVConnectorBase)
     assert isinstance(worker, KVConnectorBase)
-    assert isinstance(scheduler._half, StoreScheduler)
-    assert isinstance(worker._half, StoreWorker)
+    assert isinstance(scheduler._half, RecordingScheduler)
+    assert isinstance(worker._half, RecordingWorker)
     return scheduler._half, worker._half
 
 
@@ -106,12 +106,12 @@ def test_a_hook_about_one_request_fails_that_request(
     node = make_store(raise_in=hook, load="sync")
     node.add("other", OTHER, max_tokens=8)
     if hook == "on_new_request":
-        with pytest.raises(Exception, match="on_new_request of the connector LayerStoreConnector failed"):
+        with pytest.raises(Exception, match="on_new_request of the connector RecordingConnector failed"):
             node.add("victim", VICTIM, max_tokens=8)
     else:
         node.add("victim", VICTIM, max_tokens=8)
         node.run()
-        why = f"{hook} of the connector LayerStoreConnector failed: Boom: on purpose"
+        why = f"{hook} of the connector RecordingConnector failed: Boom: on purpose"
         assert error_of(node, "victim") == why
         assert sum(record.exc_info is not None for record in caplog.records) == 1
     node.run()
@@ -129,7 +129,7 @@ def test_a_hook_for_a_whole_step_fails_the_requests_of_that_step(
     node.add("victim", VICTIM, max_tokens=8)
     node.add("waiting", OTHER, max_tokens=8)  # for one of the two places
     node.step()
-    why = f"{hook} of the connector LayerStoreConnector failed: Boom: on purpose"
+    why = f"{hook} of the connector RecordingConnector failed: Boom: on purpose"
     assert [error_of(node, name) for name in ("other", "victim")] == [why, why]
     assert node.core.stats().transfer_warning == why
     assert caplog.text.count("Boom: on purpose\n") <= 2  # one traceback, and one of a second attempt
@@ -153,7 +153,7 @@ def test_a_hook_that_nothing_depends_on_fails_nothing(hook: str, make_store: Any
 def test_nothing_is_computed_from_what_was_not_loaded(make_store: Any, assert_same: Any) -> None:
     node = make_store({"enable_prefix_caching": False}, load="sync")
     assert_same(node.answer(VICTIM, max_tokens=3), "llama", VICTIM, 3)
-    for pages in LayerStoreConnector.store.values():
+    for pages in RecordingConnector.store.values():
         for name, page in pages.items():
             pages[name] = torch.full_like(page, float("nan"))
     halves(node)[1].raise_in = "get_block_ids_with_load_errors"
@@ -161,7 +161,7 @@ def test_nothing_is_computed_from_what_was_not_loaded(make_store: Any, assert_sa
     node.run()
     assert "get_block_ids_with_load_errors" in error_of(node, "victim")
     assert node.tokens("victim") == []
-    LayerStoreConnector.store.clear()
+    RecordingConnector.store.clear()
     assert_serves(node, assert_same, VICTIM)
 
 
@@ -274,7 +274,7 @@ def test_a_hook_that_raises_on_one_rank_ends_no_rank(make_store: Any, assert_sam
     node = make_store(settings, raise_in=hook, raise_rank=2)
     node.add("victim", VICTIM, max_tokens=8)
     drive(node, until=lambda: node.is_over("victim"))
-    assert error_of(node, "victim") == f"{hook} of the connector LayerStoreConnector failed: Boom: on purpose"
+    assert error_of(node, "victim") == f"{hook} of the connector RecordingConnector failed: Boom: on purpose"
     node.run()
     assert_same(node.answer(OTHER, max_tokens=5), "llama", OTHER, 5)
     assert node.is_whole

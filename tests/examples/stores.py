@@ -63,6 +63,12 @@ def answer(node: ModelFreeNode, request: Request, **more: Any) -> int:
 
 
 def cut_short(folder: Path) -> None:
-    """Damage each file of a store."""
+    """Cut a byte off each file of a store."""
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_bits(folder: Path) -> None:
+    """Change bytes in each file of a store."""
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-8] + bytes(8))

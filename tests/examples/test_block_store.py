@@ -19,7 +19,7 @@ from kvferry.connector import KVConnectorFactory
 from kvferry.connector.testing import ConnectorConformance, Request, engine_config
 from kvferry.transports.errors import ConfigurationError
 
-from .stores import BLOCK, SHAPE, answer, cut_short, prompt, store_node, transfer_of
+from .stores import BLOCK, SHAPE, answer, cut_short, flip_bits, prompt, store_node, transfer_of
 
 FILE_BYTES = SHAPE.num_layers * SHAPE.spec.page_size_bytes + block_store_connector.CHECKSUM_BYTES
 STEPS = 5
@@ -32,9 +32,9 @@ class TestAsAnyConnector(ConnectorConformance):
     def transfer(self, tmp_path: Path) -> dict[str, Any]:
         return transfer_of(*BLOCK, tmp_path)
 
-    @pytest.fixture
-    def damage(self, tmp_path: Path) -> Callable[[], None]:
-        return partial(cut_short, tmp_path)
+    @pytest.fixture(params=[cut_short, flip_bits])
+    def damage(self, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], None]:
+        return partial(request.param, tmp_path)
 
 
 def room_for(num_blocks: int) -> float:

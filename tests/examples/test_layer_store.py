@@ -16,7 +16,7 @@ from layer_store_connector import LayerStoreWorker
 
 from kvferry.connector.testing import ConnectorConformance, Request
 
-from .stores import LAYER, answer, cut_short, store_node, transfer_of
+from .stores import LAYER, answer, cut_short, flip_bits, store_node, transfer_of
 
 node = partial(store_node, *LAYER)
 
@@ -26,9 +26,9 @@ class TestAsAnyConnector(ConnectorConformance):
     def transfer(self, tmp_path: Path) -> dict[str, Any]:
         return transfer_of(*LAYER, tmp_path)
 
-    @pytest.fixture
-    def damage(self, tmp_path: Path) -> Callable[[], None]:
-        return partial(cut_short, tmp_path)
+    @pytest.fixture(params=[cut_short, flip_bits])
+    def damage(self, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], None]:
+        return partial(request.param, tmp_path)
 
 
 def num_files(folder: Path) -> int:

@@ -1,203 +1,188 @@
-"""The stores of `stores`, each with exactly one thing broken. `tests/connector/test_kit.py` says which promise that breaks."""
+"""The example stores, each with exactly one thing broken. `tests/connector/test_kit.py` says which promise that breaks.
+
+`Blocks` is the asynchronous store, and `Layers` the one that loads and saves layer by layer. A bug is a class of its own
+scheduler half or worker half, or a connector if it needs both.
+"""
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import block_store_connector
+import layer_store_connector
 import torch
+from block_store_connector import BlockStoreConnector, BlockStoreScheduler, BlockStoreWorker, Copies
+from layer_store_connector import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
 
-from kvferry.connector import ConnectorRequest, SchedulerOutput
+from kvferry.connector import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
+from kvferry.connector.identity.content import block_digests
+from kvferry.connector.testing.loads import Item
+from kvferry.connector.testing.shapes import Request
 
-from .stores import (
-    AsyncBlocks,
-    AsyncBlocksScheduler,
-    AsyncBlocksWorker,
-    Item,
-    Layers,
-    LayersScheduler,
-    LayersWorker,
-    Orders,
-    Shelf,
-    Store,
-    StoreScheduler,
-    StoreWorker,
-    Tables,
-    WholePrompts,
-    WholePromptsScheduler,
-    WholePromptsWorker,
-)
+Tables = Sequence[Sequence[int]]
 
-# == a store that works within a step ==============================================================
+# == the stores, with halves that can be replaced ==================================================
 
 
-class ReportsASaveTwice(WholePromptsWorker):
-    before: frozenset[str] = frozenset()
+class BlocksScheduler(BlockStoreScheduler):
+    """Announces no save to the client. So the suite waits until the save has ended."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        sent, _ = super().get_finished(finished_req_ids)
-        again, self.before = self.before, frozenset(sent or ())
-        return (sent or set()) | again, None
+    def request_finished(self, request: Any, block_ids: Tables) -> Any:
+        return super().request_finished(request, block_ids)[0], None
 
 
-class ReportsASaveOfNothing(WholePromptsWorker):
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        sent, _ = super().get_finished(finished_req_ids)
-        return (sent or set()) | finished_req_ids, None
+class Blocks(BlockStoreConnector):
+    scheduler_class: ClassVar[type[BlockStoreScheduler]] = BlocksScheduler
+    worker_class: ClassVar[type[BlockStoreWorker]] = BlockStoreWorker
+
+    def make_scheduler_half(self) -> BlockStoreScheduler:
+        return self.scheduler_class(self.folder, 1 << 10, self.config, self._spec())
+
+    def make_worker_half(self) -> BlockStoreWorker:
+        return self.worker_class(self.folder, 1 << 30, self.kv_cache_config)
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.kv_transfer_config.kv_connector_extra_config["folder"]))
 
 
-class DoesNotReportAFailedLoad(WholePromptsWorker):
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
+class Layers(LayerStoreConnector):
+    scheduler_class: ClassVar[type[LayerStoreScheduler]] = LayerStoreScheduler
+    worker_class: ClassVar[type[LayerStoreWorker]] = LayerStoreWorker
+
+    def make_scheduler_half(self) -> LayerStoreScheduler:
+        folder, spec = self._settings()
+        return self.scheduler_class(folder, self.config, spec)
+
+    def make_worker_half(self) -> LayerStoreWorker:
+        return self.worker_class(self._settings()[0], self.kv_cache_config)
 
 
-class ReportsAFailedLoadTooLate(WholePromptsWorker):
-    late: frozenset[int] = frozenset()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        late, self.late = self.late, frozenset(super().get_block_ids_with_load_errors())
-        return set(late)
+# == which prompts share blocks ====================================================================
 
 
-class NamesOtherBlocksAsFailed(WholePromptsWorker):
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return {block - 1 for block in super().get_block_ids_with_load_errors()}
+class HashesAnother(LayerStoreScheduler):
+    """Names the blocks of each prompt after those of another one."""
+
+    def hashed(self, request: Any) -> Any:
+        raise NotImplementedError
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(self.hashed(request))
 
 
-class FreesBeforeItCopied(WholePromptsScheduler):
-    def request_finished(self, request: ConnectorRequest, block_ids: Tables) -> tuple[bool, None]:
-        super().request_finished(request, block_ids)
-        return False, None
+class IgnoresTheSalt(HashesAnother):
+    def hashed(self, request: Request) -> Request:
+        return replace(request, cache_salt=None)
 
 
-class FreesBeforeItCopiedWorker(WholePromptsWorker):
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        return None, None
+class IgnoresTheAdapter(HashesAnother):
+    def hashed(self, request: Request) -> Request:
+        return replace(request, lora_id=None)
 
 
-class LoadsTheLastToken(WholePromptsScheduler):
-    def num_loadable_blocks(self, request: ConnectorRequest) -> int:
-        return request.num_prompt_tokens // self.block_size
+class IgnoresItems(HashesAnother):
+    def hashed(self, request: Request) -> Request:
+        return replace(request, mm_features=())
 
 
-class LoadsABlockTooFew(WholePromptsScheduler):
-    def num_loadable_blocks(self, request: ConnectorRequest) -> int:
-        return max(0, (request.num_prompt_tokens - 2) // self.block_size)
+class IgnoresWhereItemsAre(HashesAnother):
+    def hashed(self, request: Request) -> Request:
+        items = [Item(item.identifier, 0, item.length) for item in request.mm_features]
+        return replace(request, mm_features=items)
 
 
-class CountsTokensThatItLacks(WholePromptsScheduler):
+class IgnoresVectors(HashesAnother):
+    def hashed(self, request: Request) -> Request:
+        return replace(request, prompt_embeds=None)
+
+
+class IgnoresTheOrderOfTokens(HashesAnother):
+    def hashed(self, request: Request) -> Request:
+        return replace(request, token_ids=sorted(request.prompt_token_ids))
+
+
+class IgnoresTheModel(LayerStoreScheduler):
+    def __init__(self, folder: Path, config: Any, spec: KVCacheSpec) -> None:
+        super().__init__(folder, replace(config, model=replace(config.model, model="any")), spec)
+
+
+class IgnoresEarlierBlocks(LayerStoreScheduler):
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        size, tokens = self._spec.block_size, request.prompt_token_ids
+        alone = [
+            replace(request, num_prompt_tokens=size, token_ids=tokens[start : start + size])
+            for start in range(0, len(tokens) - size + 1, size)
+        ]
+        self._paths[request.request_id] = [
+            self._folder / block_digests(block, self._config, self._spec)[0] for block in alone
+        ]
+
+
+# == how much is loaded, and where =================================================================
+
+
+class LoadsTheLastToken(LayerStoreScheduler):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        longer = replace(request, num_prompt_tokens=request.num_prompt_tokens + 1)
+        return super().get_num_new_matched_tokens(longer, num_computed_tokens)
+
+
+class LoadsABlockTooFew(LayerStoreScheduler):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        shorter = replace(request, num_prompt_tokens=request.num_prompt_tokens - 1)
+        return super().get_num_new_matched_tokens(shorter, num_computed_tokens)
+
+
+class CountsTokensThatItLacks(LayerStoreScheduler):
     """Counts the prompt's last block, of which a part was computed, as loaded."""
 
-    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> Any:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        whole = self.num_loadable_blocks(request) * self.block_size - num_computed_tokens
-        if num_tokens and num_tokens == whole:
-            return request.num_prompt_tokens - 1 - num_computed_tokens, is_async
-        return num_tokens, is_async
-
-    def update_state_after_alloc(
-        self, request: ConnectorRequest, block_ids: Tables, num_external_tokens: int
-    ) -> None:
-        whole = num_external_tokens // self.block_size * self.block_size
-        super().update_state_after_alloc(request, block_ids, whole)
-
-
-class LoadsMoreThanThePrompt(WholePromptsScheduler):
-    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> Any:
-        num_tokens, is_async = super().get_num_new_matched_tokens(request, 0)
+        size, last = self._spec.block_size, request.num_prompt_tokens - 1
+        if num_tokens and num_computed_tokens + num_tokens == last // size * size:
+            return last - num_computed_tokens, is_async
         return num_tokens, is_async
 
 
-class LoadsFromTheFirstBlock(WholePromptsScheduler):
+class LoadsMoreThanThePrompt(LayerStoreScheduler):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return super().get_num_new_matched_tokens(request, 0)
+
+
+class LoadsFromTheFirstBlock(LayerStoreScheduler):
     """Forgets that the first blocks are here already: the contents of the first block go into the first missing one."""
 
-    def update_state_after_alloc(
-        self, request: ConnectorRequest, block_ids: Tables, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, block_ids: Tables, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
-        for request_id, items in self.orders.loads.items():
-            keys = self.keys(request)[: len(items)]
-            self.orders.loads[request_id] = [
-                (key, block) for key, (_, block) in zip(keys, items, strict=True)
+        if (copies := self._loads.get(request.request_id)) is not None:
+            paths = self._paths[request.request_id][: len(copies)]
+            self._loads[request.request_id] = [
+                (path, block) for path, (_, block) in zip(paths, copies, strict=True)
             ]
 
 
-class WritesWhatIsHere(WholePromptsScheduler):
-    def update_state_after_alloc(
-        self, request: ConnectorRequest, block_ids: Tables, num_external_tokens: int
-    ) -> None:
+class WritesWhatIsHere(LayerStoreScheduler):
+    def update_state_after_alloc(self, request: Any, block_ids: Tables, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
-        for items in self.orders.loads.values():
-            items[0] = (items[0][0], block_ids[0][0])
+        for copies in self._loads.values():
+            copies[0] = (copies[0][0], block_ids[0][0])
 
 
-class IgnoresTheSalt(WholePromptsScheduler):
-    def separates(self, request: ConnectorRequest) -> Any:
-        lora, _, items, embeds = super().separates(request)
-        return lora, items, embeds
-
-
-class IgnoresTheAdapter(WholePromptsScheduler):
-    def separates(self, request: ConnectorRequest) -> Any:
-        return super().separates(request)[1:]
-
-
-class IgnoresItems(WholePromptsScheduler):
-    def separates(self, request: ConnectorRequest) -> Any:
-        lora, salt, _, embeds = super().separates(request)
-        return lora, salt, embeds
-
-
-class IgnoresWhereItemsAre(WholePromptsScheduler):
-    def separates(self, request: ConnectorRequest) -> Any:
-        lora, salt, items, embeds = super().separates(request)
-        return lora, salt, [identifier for identifier, _, _ in items], embeds
-
-
-class IgnoresVectors(WholePromptsScheduler):
-    def separates(self, request: ConnectorRequest) -> Any:
-        return super().separates(request)[:3]
-
-
-class IgnoresTheModel(WholePromptsScheduler):
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.model = repr(connector.kv_cache_config.kv_cache_groups)
-
-
-class IgnoresEarlierBlocks(WholePromptsScheduler):
-    def chained(self, before: bytes, tokens: list[int]) -> bytes:
-        return repr((self.model, tokens)).encode()
-
-
-class IgnoresTheOrderOfTokens(WholePromptsScheduler):
-    def keys(self, request: ConnectorRequest) -> list[str]:
-        tokens = sorted(request.prompt_token_ids)
-        plain = SimpleNamespace(
-            prompt_token_ids=tokens,
-            num_prompt_tokens=len(tokens),
-            lora_id=None,
-            cache_salt=None,
-            mm_features=(),
-            prompt_embeds=None,
-        )
-        return super().keys(plain)
-
-
-class HandsOutOnce(WholePromptsScheduler):
+class HandsOutOnce(LayerStoreScheduler):
     """Asking has a side effect: the second answer is that there is nothing."""
 
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.asked: set[str] = set()
 
-    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> Any:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens and request.request_id in self.asked:
             return 0, False
@@ -206,132 +191,500 @@ class HandsOutOnce(WholePromptsScheduler):
         return num_tokens, is_async
 
 
-class LosesOrdersWithoutALoad(WholePromptsScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+class NeverSaysHowMuch(BlocksScheduler):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return None, False
+
+
+class MixesUpRequests(LayerStoreWorker):
+    """Gives each request of a step the contents of another."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = cast(layer_store_connector.Orders, self.connector_metadata).loads
+        paths = [[path for path, _ in copies] for copies in loads.values()][::-1]
+        for (request_id, copies), other in zip(list(loads.items()), paths, strict=True):
+            loads[request_id] = [(path, block) for path, (_, block) in zip(other, copies, strict=False)]
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class OverwritesTheNextBlock(LayerStoreWorker):
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for load in self._loads:
+            for cache in self._caches.values():
+                cache[min(load.blocks) - 1] = 1.0
+
+
+class UsesTheNullBlock(LayerStoreWorker):
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for cache in self._caches.values():
+            cache[0] = 1.0
+
+
+class LoadsAllButTheLastBlock(BlockStoreWorker):
+    def _load(self, copies: Copies) -> None:
+        super()._load(copies[:-1])
+
+
+class ClearsThePool(BlockStoreWorker):
+    """Zeroes the blocks that it is to load before it loads them, and all others with them."""
+
+    def _load(self, copies: Copies) -> None:
+        for cache in self._caches:
+            cache[:] = 0
+        super()._load(copies)
+
+
+# == orders ========================================================================================
+
+
+class LosesOrdersWithoutALoad(BlocksScheduler):
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store_connector.Orders:
         orders = super().build_connector_meta(scheduler_output)
-        return orders if orders.loads else Orders()
+        return orders if orders.loads else block_store_connector.Orders()
 
 
-class LosesSavesBesideALoad(WholePromptsScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+class LosesSavesBesideALoad(BlocksScheduler):
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store_connector.Orders:
         orders = super().build_connector_meta(scheduler_output)
-        return Orders(orders.loads) if orders.loads else orders
+        return block_store_connector.Orders(orders.loads) if orders.loads else orders
 
 
-class ChangesItsOrdersLater(WholePromptsScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        return self.orders
+class ChangesItsOrdersLater(BlocksScheduler):
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store_connector.Orders:
+        return self._orders
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.orders.loads.clear()
-        self.orders.saves.clear()
+        self._orders.loads.clear()
+        self._orders.saves.clear()
 
 
-class ChangesTheStep(WholePromptsScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+class ChangesTheStep(LayerStoreScheduler):
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store_connector.Orders:
         scheduler_output.finished_req_ids.clear()
         return super().build_connector_meta(scheduler_output)
 
 
-@dataclass
-class OrdersWithALock(Orders):
+@dataclass(frozen=True)
+class OrdersWithALock(layer_store_connector.Orders):
     lock: Any = field(default_factory=threading.Lock)
 
 
-class SendsALock(WholePromptsScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+class SendsALock(LayerStoreScheduler):
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OrdersWithALock:
         orders = super().build_connector_meta(scheduler_output)
         return OrdersWithALock(orders.loads, orders.saves)
 
 
-class MixesUpRequests(WholePromptsWorker):
-    """Gives each request of a step the contents of another."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        loads = self.orders.loads
-        keys = [[key for key, _ in items] for items in loads.values()][::-1]
-        for (request_id, items), other in zip(list(loads.items()), keys, strict=True):
-            loads[request_id] = [(key, block) for key, (_, block) in zip(other, items, strict=False)]
-        super().start_load_kv(forward_context, **kwargs)
+# == the end of a request ==========================================================================
 
 
-class KeepsBlocksOfAbortedPrompts(WholePromptsScheduler):
-    def request_finished(self, request: ConnectorRequest, block_ids: Tables) -> Any:
-        is_aborted = request.finish_reason in {"abort", "error"}
+class KeepsBlocksOfAbortedPrompts(BlocksScheduler):
+    def request_finished(self, request: Any, block_ids: Tables) -> Any:
         delay_free, params = super().request_finished(request, block_ids)
-        if is_aborted:
-            self.orders.saves.pop(request.request_id, None)
+        is_aborted = request.finish_reason in {"abort", "error"}
         return delay_free or (is_aborted and bool(block_ids[0])), params
 
 
-class SavesWhatWasNotComputed(WholePromptsScheduler):
-    def saves(self, request: ConnectorRequest, block_ids: Tables) -> list[Item]:
-        items = list(zip(self.keys(request), block_ids[0], strict=False))
-        return [item for item in items if not self.shelf.has(item[0], self.layers)]
+class SavesWhatWasNotComputed(BlocksScheduler):
+    def request_finished(self, request: Any, block_ids: Tables) -> Any:
+        return super().request_finished(replace(request, finish_reason="length"), block_ids)
 
 
-class KnowsNoChecksum(Shelf):
-    def is_whole(self, data: bytes) -> bool:
-        return True
+class ReturnsParamsThatAreNoJson(BlocksScheduler):
+    def request_finished(self, request: Any, block_ids: Tables) -> Any:
+        delay_free, _ = super().request_finished(request, block_ids)
+        return delay_free, {"file": self._folder}
 
 
-class ServesDamagedPages(WholePromptsWorker):
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.shelf = KnowsNoChecksum(connector.shelf.folder)
+class FreesBeforeItCopied(BlocksScheduler):
+    def request_finished(self, request: Any, block_ids: Tables) -> Any:
+        super().request_finished(request, block_ids)
+        return False, None
 
 
-class PadsShortPages(WholePromptsWorker):
-    """Takes what is left of a page that was cut short."""
+class ReportsASaveTwice(BlockStoreWorker):
+    before: frozenset[str] = frozenset()
 
-    def load(self, items: Iterable[Item], layers: Iterable[str]) -> set[int]:
-        for layer in layers:
-            for key, block in items:
-                page = self.caches[layer][block].flatten().view(torch.uint8)
-                data = (self.shelf.folder / f"{key}.{layer}").read_bytes()[32:]
-                page[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        again, self.before = self.before, frozenset(sent or ())
+        return (sent or set()) | again, received
+
+
+class ReportsASaveOfNothing(BlockStoreWorker):
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        return (sent or set()) | finished_req_ids, received
+
+
+class NeverReportsASave(BlockStoreWorker):
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        return None, super().get_finished(finished_req_ids)[1]
+
+
+class FreesBeforeItCopiedConnector(Blocks):
+    scheduler_class = FreesBeforeItCopied
+    worker_class = NeverReportsASave
+
+
+class SavesAfterTheReport(BlockStoreWorker):
+    """Names a prompt as saved at once; the thread copies it when the engine may have reused the blocks."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ordered: set[str] = set()
+        self.has_reported = False
+        self.may_save = threading.Event()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.has_reported:
+            self.may_save.set()
+        super().start_load_kv(forward_context, **kwargs)
+        self.ordered = set(cast(block_store_connector.Orders, self.connector_metadata).saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        _, received = super().get_finished(finished_req_ids)
+        self.has_reported = self.has_reported or bool(self.ordered)
+        return self.ordered, received
+
+    def _save(self, copies: Copies) -> None:
+        self.may_save.wait(5.0)
+        super()._save(copies)
+
+    def shutdown(self) -> None:
+        self.may_save.set()
+        super().shutdown()
+
+
+# == the end of a load =============================================================================
+
+
+class ReportsALoadTwice(BlockStoreWorker):
+    before: frozenset[str] = frozenset()
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        again, self.before = self.before, frozenset(received or ())
+        return sent, (received or set()) | again
+
+
+class ReportsBeforeTheBytes(BlockStoreWorker):
+    """Names a load as finished when it begins; the thread writes after that."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.may_load = threading.Event()
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, _ = super().get_finished(finished_req_ids)
+        return sent, set(cast(block_store_connector.Orders, self.connector_metadata).loads)
+
+    def _load(self, copies: Copies) -> None:
+        self.may_load.wait(5.0)
+        super()._load(copies)
+
+    def shutdown(self) -> None:
+        self.may_load.set()
+        super().shutdown()
+
+
+@dataclass(frozen=True)
+class OrdersWithAborts(block_store_connector.Orders):
+    aborts: set[str] = field(default_factory=set)
+
+
+class SaysWhatIsAborted(BlocksScheduler):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.loading: set[str] = set()
+        self.aborts: set[str] = set()
+
+    def update_state_after_alloc(self, request: Any, block_ids: Tables, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+        (self.loading.add if num_external_tokens else self.loading.discard)(request.request_id)
+
+    def request_finished(self, request: Any, block_ids: Tables) -> Any:
+        if request.finish_reason == "abort" and request.request_id in self.loading:
+            self.aborts.add(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OrdersWithAborts:
+        orders, aborts = super().build_connector_meta(scheduler_output), self.aborts
+        self.aborts = set()
+        return OrdersWithAborts(orders.loads, orders.saves, aborts)
+
+
+class HeldBackWorker(BlockStoreWorker):
+    """Carries out one load only after its request was aborted, and does not report that."""
+
+    #: The request that the suite aborts a step after its load was ordered.
+    held_back: ClassVar[str] = "d1"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.may_load = threading.Event()
+        self.copies: Copies | None = None
+        self.is_aborted = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = cast(OrdersWithAborts, self.connector_metadata)
+        self.copies = orders.loads.get(self.held_back, self.copies)
+        self.is_aborted = self.held_back in orders.aborts
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        return sent, (received or set()) - {self.held_back}
+
+    def _load(self, copies: Copies) -> None:
+        if copies is self.copies:
+            self.may_load.wait()
+        super()._load(copies)
+
+    def shutdown(self) -> None:
+        self.may_load.set()
+        super().shutdown()
+
+
+class WritesAfterAnAbort(HeldBackWorker):
+    """Reports an aborted load at once, although the thread goes on."""
+
+    is_reported = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.is_reported:
+            self.may_load.set()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        self.is_reported = self.is_reported or self.is_aborted
+        return sent, received | {self.held_back} if self.is_aborted else received
+
+
+class WritesAfterAnAbortConnector(Blocks):
+    scheduler_class = SaysWhatIsAborted
+    worker_class = WritesAfterAnAbort
+
+
+class ForgetsAbortedLoads(HeldBackWorker):
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self.is_aborted:
+            self.may_load.set()
+
+
+class ForgetsAbortedLoadsConnector(Blocks):
+    scheduler_class = SaysWhatIsAborted
+    worker_class = ForgetsAbortedLoads
+
+
+# == loads that fail ===============================================================================
+
+
+class DoesNotReportAFailedLoad(LayerStoreWorker):
+    def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
 
 
-class OverwritesTheNextBlock(WholePromptsWorker):
-    def load(self, items: Iterable[Item], layers: Iterable[str]) -> set[int]:
-        items = list(items)
-        for cache in self.caches.values():
-            cache[min(block for _, block in items) - 1] = 1.0
-        return super().load(items, layers)
+class ReportsAFailedLoadTooLate(LayerStoreWorker):
+    late: frozenset[int] = frozenset()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        late, self.late = self.late, frozenset(super().get_block_ids_with_load_errors())
+        return set(late)
 
 
-class UsesTheNullBlock(WholePromptsWorker):
-    def load(self, items: Iterable[Item], layers: Iterable[str]) -> set[int]:
-        for cache in self.caches.values():
-            cache[0] = 1.0
-        return super().load(items, layers)
+class NamesOtherBlocksAsFailed(LayerStoreWorker):
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {block - 1 for block in super().get_block_ids_with_load_errors()}
 
 
-class ShutsDownOnce(WholePromptsWorker):
-    def shutdown(self) -> None:
-        del self.shelf
+class ForgetsFailedLoads(BlockStoreWorker):
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        return sent, (received or set()) - self._load_errors.keys()
 
 
-class IgnoresUnknownOptions(WholePrompts):
-    def open(self) -> None:
-        options = self.kv_transfer_config.kv_connector_extra_config
-        self.shelf = Shelf(Path(str(options["folder"])))
-        self.layers = tuple(self.kv_cache_config.kv_cache_groups[0].layer_names)
+class DiesOfADamagedPage(BlockStoreWorker):
+    """The thread ends at the first file that it cannot read, and nothing is reported any more."""
+
+    def _load(self, copies: Copies) -> None:
+        try:
+            super()._load(copies)
+        except ValueError as error:
+            raise SystemExit from error
+
+    def _run(self, jobs: Any) -> None:
+        with contextlib.suppress(SystemExit):
+            super()._run(jobs)
 
 
-class ReturnsParamsThatAreNoJson(WholePromptsScheduler):
-    def request_finished(self, request: ConnectorRequest, block_ids: Tables) -> Any:
-        delay_free, _ = super().request_finished(request, block_ids)
-        return delay_free, {"file": self.shelf.folder}
+class ServesDamagedPages(LayerStoreWorker):
+    """Compares no checksum."""
+
+    def _read(self, paths: Sequence[Path], layer: int) -> torch.Tensor:
+        start = layer * (self._page_bytes + layer_store_connector.CHECKSUM_BYTES)
+        pages = bytearray().join(path.read_bytes()[start : start + self._page_bytes] for path in paths)
+        return torch.frombuffer(pages, dtype=torch.uint8).view(len(paths), -1)
 
 
-class CannotJudgeParams(WholePromptsScheduler):
+class PadsShortPages(BlockStoreWorker):
+    """Takes what is left of a file that was cut short."""
+
+    def _load(self, copies: Copies) -> None:
+        for path, block in copies:
+            data = path.read_bytes()
+            for cache in self._caches:
+                page = cache[block].flatten().view(torch.uint8)
+                part, data = data[: len(page)], data[len(page) :]
+                page[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+
+
+# == layers ========================================================================================
+
+
+class DoesNotWaitForALayer(LayerStoreWorker):
+    """The layers arrive by the end of the step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def wait_for_save(self) -> None:
+        for name in self._layers:
+            super().wait_for_layer_load(name)
+        super().wait_for_save()
+
+
+class WaitsForAnotherLayer(LayerStoreWorker):
+    """Waits for the last layer only when the step ends."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if layer_name != list(self._layers)[-1]:
+            super().wait_for_layer_load(layer_name)
+
+    def wait_for_save(self) -> None:
+        super().wait_for_layer_load(list(self._layers)[-1])
+        super().wait_for_save()
+
+
+class DoesNotWaitForASave(LayerStoreWorker):
+    """Copies when the engine may have reused the blocks."""
+
+    late: tuple[Any, ...] = ()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self.late = (*self.late, (self.connector_metadata, layer_name, kv_layer))
+
+    def wait_for_save(self) -> None: ...
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders, late, self.late = self.connector_metadata, self.late, ()
+        for self._connector_metadata, layer_name, kv_layer in late:
+            super().save_kv_layer(layer_name, kv_layer, None)
+        super().wait_for_save()
+        self._connector_metadata = orders
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class SavesBeforeTheLayerIsComputed(LayerStoreWorker):
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        super().wait_for_layer_load(layer_name)
+        super().save_kv_layer(layer_name, self._caches[layer_name], None)
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class SavesTheFirstLayerOnly(LayerStoreWorker):
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        caches = self._caches
+        self._caches = dict.fromkeys(caches, next(iter(caches.values())))
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata)
+        self._caches = caches
+
+
+class SavesOthers(LayerStoreScheduler):
+    """Changes which blocks a step saves."""
+
+    def changed(self, scheduler_output: SchedulerOutput, item: Any, saves: Mapping[Path, int]) -> Any:
+        """Return what is saved of a request instead of `saves`."""
+        raise NotImplementedError
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store_connector.Orders:
+        orders = super().build_connector_meta(scheduler_output)
+        changed: dict[Path, int] = {}
+        for item in scheduler_output.scheduled_requests:
+            paths = self._paths[item.request_id]
+            saves = {path: orders.saves[path] for path in paths if path in orders.saves}
+            changed.update(self.changed(scheduler_output, item, saves))
+        return layer_store_connector.Orders(orders.loads, changed)
+
+
+class SavesAnotherRequestsTokens(SavesOthers):
+    """Takes the blocks of the step's first request for those of all."""
+
+    def changed(self, scheduler_output: SchedulerOutput, item: Any, saves: Mapping[Path, int]) -> Any:
+        table = scheduler_output.scheduled_requests[0].block_ids[0]
+        first = item.num_computed_tokens // self._spec.block_size
+        return dict(zip(saves, table[first:], strict=False))
+
+
+class SavesTheLastChunkOnly(SavesOthers):
+    def changed(self, scheduler_output: SchedulerOutput, item: Any, saves: Mapping[Path, int]) -> Any:
+        whole = len(self._paths[item.request_id]) * self._spec.block_size
+        return saves if item.num_computed_tokens + item.num_scheduled_tokens >= whole else {}
+
+
+class TakesTheTableForNewBlocks(SavesOthers):
+    """Takes a block table for the list of blocks that the step added."""
+
+    def changed(self, scheduler_output: SchedulerOutput, item: Any, saves: Mapping[Path, int]) -> Any:
+        return dict(zip(saves, item.block_ids[0], strict=False))
+
+
+class IgnoresPreemptions(SavesOthers):
+    """Saves a prompt when its last chunk is computed, from the blocks that it noted at each chunk."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted: dict[str, dict[Path, int]] = {}
+
+    def changed(self, scheduler_output: SchedulerOutput, item: Any, saves: Mapping[Path, int]) -> Any:
+        noted = self.noted.setdefault(item.request_id, {})
+        for path, block in saves.items():
+            noted.setdefault(path, block)
+        return noted if saves and len(noted) == len(self._paths[item.request_id]) else {}
+
+
+# == the life of a half ============================================================================
+
+
+class CannotJudgeParams(LayerStoreScheduler):
     def recognizes_params(self, kv_transfer_params: Any) -> Any:
         return kv_transfer_params.get("folder")
 
 
-class LeaksADescriptor(WholePromptsWorker):
+class IgnoresUnknownOptions(LayerStoreConnector):
+    def _settings(self) -> tuple[Path, KVCacheSpec]:
+        folder = self.kv_transfer_config.kv_connector_extra_config["folder"]
+        return Path(str(folder)), self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+
+
+class ShutsDownOnce(LayerStoreWorker):
+    def shutdown(self) -> None:
+        super().shutdown()
+        del self._thread
+
+
+class WritesAfterShutdown(BlockStoreWorker):
+    def shutdown(self) -> None:
+        super().shutdown()
+        for cache in self._caches:
+            cache[:] = 0
+
+
+class LeaksADescriptor(LayerStoreWorker):
     opened: ClassVar[list[Any]] = []
 
     def register_kv_caches(self, kv_caches: Any) -> None:
@@ -344,377 +697,28 @@ class LeaksADescriptor(WholePromptsWorker):
             cls.opened.pop().close()
 
 
-class FreesBeforeItCopiedConnector(WholePrompts):
-    scheduler_class = FreesBeforeItCopied
-    worker_class = FreesBeforeItCopiedWorker
-
-
-# == a store with a thread =========================================================================
-
-
-class ReportsALoadTwice(AsyncBlocksWorker):
-    before: frozenset[str] = frozenset()
-
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        sent, received = super().get_finished(finished_req_ids)
-        again, self.before = self.before, frozenset(received or ())
-        return sent, (received or set()) | again
-
-
-class ReportsBeforeTheBytes(AsyncBlocksWorker):
-    """Names a load as finished when it begins; the thread writes after that."""
-
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.is_reported = threading.Event()
-
-    def run_load(self, request_id: str, items: list[Item]) -> None:
-        with self.lock:
-            self.received.add(request_id)
-        self.is_reported.wait(5.0)
-        self.load(items, self.caches)
+class LeaksAThread(BlockStoreWorker):
+    leaked: ClassVar[list[LeaksAThread]] = []
 
     def shutdown(self) -> None:
-        self.is_reported.set()
-        super().shutdown()
-
-
-@dataclass
-class OrdersWithAborts(Orders):
-    aborts: set[str] = field(default_factory=set)
-
-
-class SaysWhatIsAborted(AsyncBlocksScheduler):
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.loading: set[str] = set()
-        self.aborts: set[str] = set()
-
-    def update_state_after_alloc(
-        self, request: ConnectorRequest, block_ids: Tables, num_external_tokens: int
-    ) -> None:
-        super().update_state_after_alloc(request, block_ids, num_external_tokens)
-        (self.loading.add if num_external_tokens else self.loading.discard)(request.request_id)
-
-    def request_finished(self, request: ConnectorRequest, block_ids: Tables) -> Any:
-        if request.finish_reason == "abort" and request.request_id in self.loading:
-            self.aborts.add(request.request_id)
-        return super().request_finished(request, block_ids)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        orders, aborts = super().build_connector_meta(scheduler_output), self.aborts
-        self.aborts = set()
-        return OrdersWithAborts(orders.loads, orders.saves, aborts)
-
-
-class HeldBackWorker(AsyncBlocksWorker):
-    """Carries out one load only after its request was aborted."""
-
-    #: The request that the suite aborts a step after its load was ordered.
-    held_back: ClassVar[str] = "d1"
-
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.may_load = threading.Event()
-
-    def note_aborts(self, aborts: set[str]) -> None: ...
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        self.note_aborts(getattr(self.orders, "aborts", set()))
-
-    def run_load(self, request_id: str, items: list[Item]) -> None:
-        if request_id == self.held_back:
-            self.may_load.wait()
-        super().run_load(request_id, items)
-
-    def shutdown(self) -> None:
-        self.may_load.set()
-        super().shutdown()
-
-
-class WritesAfterAnAbort(HeldBackWorker):
-    """Reports an aborted load at once, although the thread goes on."""
-
-    is_reported = False
-
-    def note_aborts(self, aborts: set[str]) -> None:
-        if self.is_reported:
-            self.may_load.set()
-        with self.lock:
-            self.received |= aborts & {self.held_back}
-
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        sent, received = super().get_finished(finished_req_ids)
-        self.is_reported = self.is_reported or self.held_back in (received or ())
-        return sent, received
-
-    def run_load(self, request_id: str, items: list[Item]) -> None:
-        if request_id != self.held_back:
-            super().run_load(request_id, items)
-            return
-        self.may_load.wait()
-        self.load(items, self.caches)
-
-
-class WritesAfterAnAbortConnector(AsyncBlocks):
-    scheduler_class = SaysWhatIsAborted
-    worker_class = WritesAfterAnAbort
-
-
-class ForgetsAbortedLoads(HeldBackWorker):
-    def note_aborts(self, aborts: set[str]) -> None:
-        if aborts:
-            self.may_load.set()
-
-    def run_load(self, request_id: str, items: list[Item]) -> None:
-        super().run_load(request_id, items)
-        if request_id == self.held_back:
-            with self.lock:
-                self.received.discard(request_id)
-
-
-class ForgetsAbortedLoadsConnector(AsyncBlocks):
-    scheduler_class = SaysWhatIsAborted
-    worker_class = ForgetsAbortedLoads
-
-
-class ForgetsFailedLoads(AsyncBlocksWorker):
-    def run_load(self, request_id: str, items: list[Item]) -> None:
-        super().run_load(request_id, items)
-        with self.lock:
-            if self.failed:
-                self.received.discard(request_id)
-
-
-class DiesOfADamagedPage(AsyncBlocksWorker):
-    """The thread ends at the first page that it cannot read, and nothing is reported any more."""
-
-    def load(self, items: Iterable[Item], layers: Iterable[str]) -> set[int]:
-        if failed := super().load(items, layers):
-            raise OSError(f"the contents of blocks {sorted(failed)} cannot be read")
-        return set()
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except OSError:
-            return
-
-
-class LeaksAThread(AsyncBlocksWorker):
-    leaked: ClassVar[list[tuple[threading.Thread, queue.SimpleQueue[Any]]]] = []
-
-    def shutdown(self) -> None:
-        if self.thread is not None:
-            self.leaked.append((self.thread, self.jobs))
-        self.thread = None
+        self.leaked.append(self)
 
     @classmethod
     def end(cls) -> None:
         while cls.leaked:
-            thread, jobs = cls.leaked.pop()
-            jobs.put(None)
-            thread.join()
+            BlockStoreWorker.shutdown(cls.leaked.pop())
 
 
-class SavesAfterTheReport(AsyncBlocksWorker):
-    """Names a prompt as saved at once; the thread copies it when the engine may have reused the blocks."""
-
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.is_reported = threading.Event()
-
-    def run_save(self, request_id: str, items: list[Item]) -> None:
-        self.is_reported.wait(5.0)
-        self.save(items)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self.__dict__.pop("has_reported", False):
-            self.is_reported.set()
-        super().start_load_kv(forward_context, **kwargs)
-        self.sent |= self.orders.saves.keys()
-
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        sent, received = super().get_finished(finished_req_ids)
-        if sent:
-            self.has_reported = True
-        return sent, received
-
-    def shutdown(self) -> None:
-        self.is_reported.set()
-        super().shutdown()
+def planted(half: type[SchedulerHalf | WorkerHalf]) -> type[KVConnectorBase]:
+    """Return the connector of a broken half."""
+    store = Layers if issubclass(half, (LayerStoreScheduler, LayerStoreWorker)) else Blocks
+    kind = "scheduler_class" if issubclass(half, SchedulerHalf) else "worker_class"
+    return type(half.__name__, (store,), {kind: half})
 
 
-class NeverReportsASave(AsyncBlocksWorker):
-    def run_save(self, request_id: str, items: list[Item]) -> None:
-        self.save(items)
-
-
-class LoadsAllButTheLastBlock(AsyncBlocksWorker):
-    def load(self, items: Iterable[Item], layers: Iterable[str]) -> set[int]:
-        return super().load(list(items)[:-1], layers)
-
-
-class NeverSaysHowMuch(AsyncBlocksScheduler):
-    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> Any:
-        return None, False
-
-
-class WritesAfterShutdown(AsyncBlocksWorker):
-    def shutdown(self) -> None:
-        super().shutdown()
-        for cache in self.caches.values():
-            cache[:] = 0
-
-
-class ClearsThePool(AsyncBlocksWorker):
-    """Zeroes the blocks that it is to load before it loads them, and all others with them."""
-
-    def run_load(self, request_id: str, items: list[Item]) -> None:
-        for cache in self.caches.values():
-            cache[:] = 0
-        super().run_load(request_id, items)
-
-
-# == a store that works layer by layer =============================================================
-
-
-class DoesNotWaitForALayer(LayersWorker):
-    """The layers arrive by the end of the step."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.late = list(self.orders.loads.values())
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        self.threads = self.threads or ThreadPoolExecutor(1)
-        super().save_kv_layer(*args, **kwargs)
-
-    def wait_for_save(self) -> None:
-        for items in self.late:
-            self.failed |= self.load(items, self.caches)
-        super().wait_for_save()
-
-
-class WaitsForAnotherLayer(LayersWorker):
-    """Loads only the layers before the one that is waited for."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        for loads in self.loads.values():
-            for load in loads:
-                load.result()
-        for items in self.orders.loads.values():
-            for _, block in items:
-                self.caches[list(self.caches)[-1]][block] = 1.0
-        self.again = list(self.orders.loads.values())
-
-    def wait_for_save(self) -> None:
-        for items in self.again:
-            self.load(items, self.caches)
-        super().wait_for_save()
-
-
-class DoesNotWaitForASave(LayersWorker):
-    """Copies when the engine may have reused the blocks."""
-
-    late: tuple[Any, ...] = ()
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self.late = (*self.late, (layer_name, kv_layer, list(self.orders.saves.values())))
-
-    def wait_for_save(self) -> None: ...
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        late, self.late = self.late, ()
-        for layer_name, kv_layer, saves in late:
-            for items in saves:
-                for key, block in items:
-                    self.shelf.put(key, layer_name, kv_layer[block])
-        super().start_load_kv(forward_context, **kwargs)
-
-
-class SavesBeforeTheLayerIsComputed(LayersWorker):
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        super().wait_for_layer_load(layer_name)
-        super().save_kv_layer(layer_name, self.caches[layer_name], None)
-        self.wait_for_save()
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-class SavesTheFirstLayerOnly(LayersWorker):
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        super().save_kv_layer(layer_name, next(iter(self.caches.values())), attn_metadata)
-
-
-class SavesAnotherRequestsTokens(LayersScheduler):
-    """Takes the blocks of the step's first request for those of all."""
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        for item in scheduler_output.scheduled_requests:
-            first = item.num_computed_tokens // self.block_size
-            table = scheduler_output.scheduled_requests[0].block_ids[0]
-            keys = [key for key, _ in orders.saves[item.request_id]]
-            orders.saves[item.request_id] = list(zip(keys, table[first:], strict=False))
-        return orders
-
-
-class SavesTheLastChunkOnly(LayersScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        for item in scheduler_output.scheduled_requests:
-            whole = len(self.prompt_keys[item.request_id]) * self.block_size
-            if item.num_computed_tokens + item.num_scheduled_tokens < whole:
-                del orders.saves[item.request_id]
-        return orders
-
-
-class TakesTheTableForNewBlocks(LayersScheduler):
-    """Takes a block table for the list of blocks that the step added."""
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        for item in scheduler_output.scheduled_requests:
-            keys = [key for key, _ in orders.saves[item.request_id]]
-            orders.saves[item.request_id] = list(zip(keys, item.block_ids[0], strict=False))
-        return orders
-
-
-class IgnoresPreemptions(LayersScheduler):
-    """Saves a prompt when its last chunk is computed, from the blocks that it noted at each chunk."""
-
-    def __init__(self, connector: Store) -> None:
-        super().__init__(connector)
-        self.noted: dict[str, dict[str, int]] = {}
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        for item in scheduler_output.scheduled_requests:
-            noted = self.noted.setdefault(item.request_id, {})
-            for key, block in orders.saves.pop(item.request_id):
-                noted.setdefault(key, block)
-            if len(noted) == len(self.prompt_keys[item.request_id]):
-                orders.saves[item.request_id] = list(noted.items())
-        return orders
-
-
-def planted(base: type[Store], half: type[StoreScheduler | StoreWorker]) -> type[Store]:
-    """Return the store with another half."""
-    kind = "scheduler_class" if issubclass(half, StoreScheduler) else "worker_class"
-    return type(half.__name__, (base,), {kind: half})
-
-
-def __getattr__(name: str) -> type[Store]:
+def __getattr__(name: str) -> type[KVConnectorBase]:
     """`BrokenBy` and the name of a half: the connector with that half, as a factory of connectors looks it up."""
     half = globals().get(name.removeprefix("BrokenBy"))
     if half is None or not name.startswith("BrokenBy"):
         raise AttributeError(name)
-    if issubclass(half, (LayersScheduler, LayersWorker)):
-        return planted(Layers, half)
-    return planted(
-        AsyncBlocks if issubclass(half, (AsyncBlocksScheduler, AsyncBlocksWorker)) else WholePrompts, half
-    )
+    return planted(half)

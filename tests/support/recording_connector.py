@@ -1,4 +1,4 @@
-"""A connector for tests: it keeps blocks of prompts in this process, layer by layer, and writes down each call.
+"""A connector that writes down each call, and raises where a test wants it. It keeps blocks of prompts in this process.
 
 It finds all that it needs in what the contract promises: which tokens a step computes, and which blocks they are in. It
 raises `Boom` in the hook that the option `raise_in` names, for requests whose prompts begin with `MARK`, and for steps
@@ -60,7 +60,7 @@ class Orders(kv.KVConnectorMetadata):
     is_marked: bool = False
 
 
-class StoreScheduler(kv.SchedulerHalf):
+class RecordingScheduler(kv.SchedulerHalf):
     """Loads what another request saved before.
 
     Attributes:
@@ -186,7 +186,7 @@ class StoreScheduler(kv.SchedulerHalf):
         return False, None
 
 
-class StoreWorker(kv.WorkerHalf):
+class RecordingWorker(kv.WorkerHalf):
     """Copies between the caches and the store.
 
     Attributes:
@@ -284,17 +284,17 @@ class StoreWorker(kv.WorkerHalf):
         return ""
 
 
-class LayerStoreConnector(kv.KVConnectorBase):
+class RecordingConnector(kv.KVConnectorBase):
     """Both halves share one store per rank, as long as they are in one process. Only a model of one group can load."""
 
     store: dict[Key, Pages] = {}  # noqa: RUF012 - shared by all nodes of a process; tests clear it
 
-    def make_scheduler_half(self) -> StoreScheduler:
+    def make_scheduler_half(self) -> RecordingScheduler:
         group = self.kv_cache_config.kv_cache_groups[0]
-        return StoreScheduler(self._options, self.store, group.kv_cache_spec.block_size)
+        return RecordingScheduler(self._options, self.store, group.kv_cache_spec.block_size)
 
-    def make_worker_half(self) -> StoreWorker:
-        return StoreWorker(self._options, self.store, self.config.parallel.rank)
+    def make_worker_half(self) -> RecordingWorker:
+        return RecordingWorker(self._options, self.store, self.config.parallel.rank)
 
     @property
     def _options(self) -> Mapping[str, Any]:
