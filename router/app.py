@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler
 from ..web.access import NodeAccess
 from ..web.admin import admin_application
 from ..web.api_pages import add_api_pages
-from ..web.connections import is_overloaded, turn_of
+from ..web.connections import is_overloaded, slot_of
 from ..web.errors import CLIENT_LEFT, answered_status, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.recent_spans import RecentSpans
@@ -311,7 +311,7 @@ class Router:
         if self._refuses:
             raise NoNodeError("the router is draining: send the request to another router, or retry later")
         arrived_s = time.monotonic()
-        async with turn_of(request):
+        async with slot_of(request):
             return await self._admitted(request, arrived_s)
 
     async def _admitted(self, request: web.Request, arrived_s: float) -> web.StreamResponse:

@@ -124,7 +124,7 @@ class Action:
 
 
 class Bookkeeping(Action):
-    """What takes no time, and is done even if the client has left before it is its turn."""
+    """What takes no time, and is done even if the client has left before that."""
 
     __slots__ = ()
 

@@ -52,7 +52,7 @@ class Policy(ABC):
 
 
 class LeastLoaded(Policy):
-    """Chooses the node with the fewest requests. Equal nodes take turns."""
+    """Chooses the node with the fewest requests. Equal nodes are taken round-robin."""
 
     def choose(self, candidates: Sequence[C], body: Mapping[str, Any]) -> C:
         return min(candidates, key=lambda node: (node.in_flight, node.last_used))

@@ -54,10 +54,10 @@ class MergedAnswer:
         Raises:
             ApiError: a prompt cannot be answered, and no part of a stream was sent yet.
         """
-        turns = asyncio.Semaphore(MAX_AT_ONCE)
+        slots = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def answered(number: int) -> web.StreamResponse:
-            async with turns:
+            async with slots:
                 response = await answer_one(number)
             if response.status != 200:
                 raise _RefusedError(response)

@@ -33,7 +33,7 @@ MAX_ERROR_CHARS: Final = 400
 #: No figure of a node is larger, be it seconds, bytes or tokens.
 MAX_FIGURE: Final = 1e15
 
-#: A request that waited less for its turn at the router has not waited.
+#: A request that waited less for a slot at the router has not waited.
 SHORTEST_QUEUE_S: Final = 1e-3
 
 #: What a request spends its time on. `routing` is the router's own time, including failed attempts at other nodes.

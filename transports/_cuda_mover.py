@@ -222,7 +222,7 @@ class PinnedRing(Ring):
         self._free = [
             StagingBuffer(base + at * buffer_bytes, buffer_bytes, None) for at in range(num_buffers)
         ]
-        self._waiters: dict[object, Callable[[], None]] = {}  # in the order of their turns
+        self._waiters: dict[object, Callable[[], None]] = {}  # in the order in which they came
 
     @property
     def num_free(self) -> int:

@@ -97,7 +97,7 @@ class Ring(ABC):
 
     @abstractmethod
     def when_free(self, waiter: object, call: Callable[[], None]) -> None:
-        """Call `call` once when a buffer was given back. Waiters take turns; a waiter that waits already keeps its turn."""
+        """Call `call` once when a buffer was given back. Waiters are served in order; one that waits already keeps its place."""
 
     @abstractmethod
     def forget(self, waiter: object) -> None:

@@ -2,7 +2,7 @@
 
 aiohttp closes a connection that was idle for `keepalive_timeout`. It limits neither the number of connections nor the time
 until the first header, and it limits the size of a header only line by line. So `LimitedRunner` wraps aiohttp's protocol of each
-connection. The limit on requests is for handlers to apply, with `turn_of`.
+connection. The limit on requests is for handlers to apply, with `slot_of`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ConnectionLimits:
         max_header_bytes: Largest header: the request line and all fields.
         max_body_bytes: Largest body.
         max_concurrent_requests: Completions answered at a time.
-        max_queued_requests: Completions that wait for their turn.
+        max_queued_requests: Completions that wait for a slot.
     """
 
     header_timeout_s: float = 10.0
@@ -110,17 +110,17 @@ class RequestGate:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._turns = asyncio.Semaphore(limits.max_concurrent_requests)
+        self._slots = asyncio.Semaphore(limits.max_concurrent_requests)
         self._num_waiting = 0
 
     @property
     def is_full(self) -> bool:
         """Whether the next request would be refused."""
-        return self._turns.locked() and self._num_waiting >= self._limits.max_queued_requests
+        return self._slots.locked() and self._num_waiting >= self._limits.max_queued_requests
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it inside the block.
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it inside the block.
 
         Raises:
             ApiError: As many requests wait as may (429).
@@ -132,23 +132,23 @@ class RequestGate:
             )
         self._num_waiting += 1
         try:
-            await self._turns.acquire()
+            await self._slots.acquire()
         finally:
             self._num_waiting -= 1
         try:
             yield
         finally:
-            self._turns.release()
+            self._slots.release()
 
 
 #: The gate of a server's application. An application that is served by itself, as in tests, has none.
 GATE = web.AppKey("request_gate", RequestGate)
 
 
-def turn_of(request: web.Request) -> contextlib.AbstractAsyncContextManager[None]:
-    """Return the block in which a completion may be answered. Raises ApiError: see `RequestGate.turn`."""
+def slot_of(request: web.Request) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return the block in which a completion may be answered. Raises ApiError: see `RequestGate.slot`."""
     gate = request.app.get(GATE)
-    return contextlib.nullcontext() if gate is None else gate.turn()
+    return contextlib.nullcontext() if gate is None else gate.slot()
 
 
 def is_overloaded(request: web.Request) -> bool:

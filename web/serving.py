@@ -113,12 +113,12 @@ def add_serving_arguments(
         (
             "max-concurrent-requests",
             ConnectionLimits.max_concurrent_requests,
-            "completions answered at a time; more wait for their turn",
+            "completions answered at a time; more wait",
         ),
         (
             "max-queued-requests",
             ConnectionLimits.max_queued_requests,
-            "completions that wait for their turn; one more is answered 429 with Retry-After, and /ready says overloaded",
+            "completions that wait for that; one more is answered 429 with Retry-After, and /ready says overloaded",
         ),
     ):
         group.add_argument(

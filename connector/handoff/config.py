@@ -47,7 +47,7 @@ class HandoffConfig:
             claims are denied.
         max_peer_ranks: Ranks of a producer. An offer with more addresses is refused, because anyone who can send a
             request can write addresses. Raise it if a node really has more ranks.
-        max_connecting: Connections that a consumer has in progress at once. Further ones wait for their turn, within
+        max_connecting: Connections that a consumer has in progress at once. Further ones wait, within
             `connect_timeout_s`. If the limit of open files is low, one per 32 descriptors of that limit are in progress.
 
     Raises:

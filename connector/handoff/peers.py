@@ -254,7 +254,7 @@ class Peers:
         )
 
     def advance(self, now: float) -> list[Action]:
-        """Connect to addresses that wait for a turn or whose backoff is over; forget those that are not wanted."""
+        """Connect to addresses that wait for a place or whose backoff is over; forget those that are not wanted."""
         actions = self._start_waiting(now)
         resting = [(key, state) for key, state in self._states.items() if isinstance(state, _Resting)]
         return actions + [
@@ -263,7 +263,7 @@ class Peers:
 
     def next_deadline(self) -> float:
         """When `overdue`, `advance` or a heartbeat is due."""
-        # A turn became free after the last action, for example by a handshake that ended.
+        # A place became free after the last action, for example by a handshake that ended.
         if self._waiting() and self._num_free():
             return -math.inf
         return min((self._deadline(state) for state in self._states.values()), default=math.inf)

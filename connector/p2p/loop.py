@@ -1,6 +1,6 @@
 """The thread that owns a node's transport: it carries out orders, and drives the handoff protocol.
 
-`HandoffLoop` is the thread with its queue of orders, and decides when it ends. `_Driver` is what one turn does: orders and
+`HandoffLoop` is the thread with its queue of orders, and decides when it ends. `_Driver` is what one iteration does: orders and
 events go into the protocol, and the protocol's actions go to the transport. Ends go to `Outcomes`, where the engine's thread
 takes them.
 
@@ -78,10 +78,10 @@ T = TypeVar("T")
 _MAX_WAIT_S = 1.0
 #: How often `begin_anew` checks whether the thread still runs, while it waits for it.
 _BEGIN_POLL_S = 0.1
-#: The thread ends after this many consecutive turns in which the transport or the protocol as a whole failed. It rests
+#: The thread ends after this many consecutive iterations in which the transport or the protocol as a whole failed. It rests
 #: after each, twice as long each time; 1.3 s in all: long enough for a shortage to pass, and short enough that the
 #: operator learns of it soon.
-_MAX_FAILED_TURNS = 8
+_MAX_FAILED_ITERATIONS = 8
 _FIRST_REST_S = 0.01
 #: How long a read may continue if it began although starting it raised. Its peer is dropped, which ends reads soon.
 _DOUBT_S = 1.0
@@ -288,7 +288,7 @@ class HandoffLoop:
             self._carry_out_due()
             # A peer can claim only what our engine has answered, and the order for that answer was submitted before the
             # answer. So orders go before events: no claim ever meets an offer that is not known here yet.
-            self._driver.turn(_MAX_WAIT_S, self._carry_out_due)
+            self._driver.run_once(_MAX_WAIT_S, self._carry_out_due)
 
     def _carry_out_due(self) -> None:
         while True:
@@ -322,7 +322,7 @@ class HandoffLoop:
         """Drop every peer, and wait for reads: until they have ended, their blocks are not the engine's."""
         self._driver.shut_down()
         while self._driver.num_reads:
-            self._driver.turn(_MAX_WAIT_S)
+            self._driver.run_once(_MAX_WAIT_S)
 
 
 class _Driver:
@@ -360,7 +360,7 @@ class _Driver:
         self._bugs: dict[str, KVTransferError] = {}
         self._num_doubts = 0
         self._is_shutting_down = False
-        self._num_failed_turns = 0
+        self._num_failed_iterations = 0
         self._unreachable = _Unreachable()
         # Any client can cause these lines, so they are limited.
         self._unmet_log = LimitedLog(logger, max_lines=1, interval_s=_WARNING_S)
@@ -541,7 +541,7 @@ class _Driver:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def turn(self, timeout_s: float, before_events: Callable[[], None] = lambda: None) -> None:
+    def run_once(self, timeout_s: float, before_events: Callable[[], None] = lambda: None) -> None:
         """Wait for events, at most until the next deadline, and deal with them and with what is due.
 
         Args:
@@ -573,15 +573,15 @@ class _Driver:
         self._judge(failure)
 
     def _judge(self, failure: KVTransferError | None) -> None:
-        """Rest after a turn that failed as a whole, for which no single peer or load is to blame; give up in the end."""
+        """Rest after an iteration that failed as a whole, for which no single peer or load is to blame; give up in the end."""
         if failure is None:
-            self._num_failed_turns = 0
+            self._num_failed_iterations = 0
             return
-        self._num_failed_turns += 1
-        if self._num_failed_turns >= _MAX_FAILED_TURNS:
+        self._num_failed_iterations += 1
+        if self._num_failed_iterations >= _MAX_FAILED_ITERATIONS:
             raise failure
         # The next wait may fail at once as well, so without a rest this would be a busy loop.
-        time.sleep(_FIRST_REST_S * 2 ** (self._num_failed_turns - 1))
+        time.sleep(_FIRST_REST_S * 2 ** (self._num_failed_iterations - 1))
 
     def _handle(self, event: Event) -> None:
         """Deal with one event. A bug on the way ends the peer that the event came from."""

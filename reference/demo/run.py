@@ -305,14 +305,14 @@ def _ask_all(
 async def _ask_each(
     url: str, options: DemoOptions, display: Display, cache_salt: str, ask: Callable[..., Awaitable[Answer]]
 ) -> list[Answer]:
-    turns = asyncio.Semaphore(options.concurrency)
+    slots = asyncio.Semaphore(options.concurrency)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         # PyTorch's first step takes much longer than the next ones, which would spoil the comparison of TTFT.
         await ask(session, url, WARM_UP_PROMPT, 2, lambda delta: None, cache_salt)
 
         async def ask_one(prompt: str) -> Answer:
-            async with turns:
+            async with slots:
                 display.begin(prompt)
                 sent = options.sent(prompt)
                 answer = await ask(session, url, sent, options.max_tokens, display.text, cache_salt)

@@ -19,7 +19,7 @@ from ...connector.stats import KVConnectorStats
 from ...web.access import HAS_KEY
 from ...web.admin import admin_application
 from ...web.api_pages import add_api_pages
-from ...web.connections import is_overloaded, turn_of
+from ...web.connections import is_overloaded, slot_of
 from ...web.errors import (
     RETRY_AFTER_S,
     ApiError,
@@ -269,7 +269,7 @@ class NodeServer:
             # Without the release the drain would wait for this offer until its lease ends.
         self._num_answering += 1
         try:
-            async with turn_of(request):
+            async with slot_of(request):
                 response = await self._answer(request, body, parse, reply_format)
                 if not response.prepared:
                     await response.prepare(request)

@@ -20,7 +20,7 @@ from .openai_request import ChatPrompt, Prompt
 from .prompt_sizes import size_bound_of
 
 #: Prompts of up to this many characters are tokenized on the event loop. This takes a millisecond or two; a thread would take
-#: longer to get its turn.
+#: longer to get to it.
 SHORT_CHARS = 4096
 #: Characters that each message of a chat counts in addition to its text, because the template does work for it.
 MESSAGE_CHARS = 64

@@ -37,7 +37,7 @@ from kvferry.web.access import (
     has_key,
 )
 from kvferry.web.admin import Admin, serving_admin
-from kvferry.web.connections import ConnectionLimits, is_overloaded, turn_of
+from kvferry.web.connections import ConnectionLimits, is_overloaded, slot_of
 from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import read_json
 from kvferry.web.serving import StartupError, bind, serving
@@ -81,7 +81,7 @@ async def say_whether_overloaded(request: web.Request) -> web.Response:
 
 
 async def take_a_turn(request: web.Request) -> web.Response:
-    async with turn_of(request):
+    async with slot_of(request):
         return web.json_response(await read_json(request))
 
 

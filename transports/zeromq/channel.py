@@ -31,7 +31,7 @@ _QUEUE_LENGTH = 16
 #: How long libzmq tries to send what is queued when a channel is closed.
 _LINGER_MS = 100
 
-#: Messages that are taken from one port before the others get their turn.
+#: Messages that are taken from one port before the others are looked at.
 RECEIVE_BATCH = 64
 
 _EVENT = struct.Struct("=HI")
