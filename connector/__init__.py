@@ -1,5 +1,27 @@
 """Connectors: which blocks of which request cross between nodes, which peer may read them, and until when.
 
+The modules beside this file are the contract, for authors of connectors and of engines:
+
+    base            the two halves of a connector, and the class that authors subclass
+    compat          a class in vLLM's style instead of two halves
+    config          what an engine and its connector are set to
+    kv_cache_specs  what a KV cache consists of
+    output          what a step reports; `aggregator` joins the reports of several ranks
+    stats           figures of handoffs, and the table of metrics
+    errors          what goes wrong about a request
+    factory         from a name to a connector
+    pytorch         whether PyTorch is installed
+
+Each folder is one room:
+
+    p2p             the connector that carries caches from node to node
+    handoff         its protocol, as pure state machines
+    planning        which bytes of one pool go where in another, as pure functions
+    identity        digests: do two nodes run the same model, and do two prompts have the same cache?
+    multi           several connectors on one node
+    vllm            kvferry inside vLLM
+    testing         the suites that every connector passes
+
 The connector over each built-in transport is here too, under the name of the transport's class: `SharedMemoryConnector`,
 `TcpConnector` and so on.
 """

@@ -42,8 +42,8 @@ _MAX_ENDPOINTS = 10
 _IDLE_S = 2.0
 _READS_S = 2.0
 
-#: Reads per turn. The first ones are not counted, because the caches still hold the other node's data.
-_READS_PER_TURN = 20
+#: Reads per batch. The first ones are not counted, because the caches still hold the other node's data.
+_READS_PER_BATCH = 20
 _NUM_WARM_UP = 4
 
 
@@ -54,7 +54,7 @@ class IdlePeers:
     Attributes:
         cpu_percent: Processor time of the process with the idle peers, in percent of a core, while nothing happens.
         ms_alone, ms_with_peers: Median time of a read by the node without and with idle peers.
-        ratio: `ms_with_peers` to `ms_alone` in the same turn; median over turns.
+        ratio: `ms_with_peers` to `ms_alone` in the same batch; median over batches.
         ms_alone_quartiles, ms_with_peers_quartiles, ratio_quartiles: First and third quartile.
     """
 
@@ -73,7 +73,7 @@ class IdlePeers:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The measurements: processor time as a share of a core, and the seconds of each read, turn by turn."""
+    """The measurements: processor time as a share of a core, and the seconds of each read, batch by batch."""
 
     cpu: float
     alone: list[list[float]]
@@ -124,7 +124,7 @@ def _measure(contender: Contender, num_peers: int) -> IdlePeers:
         for share in _shares(num_peers, _NUM_PROCESSES):
             start(_be_idle, address, share)
         seen: _Seen = measuring.answer()
-    alone, with_peers = (np.concatenate(turns) * 1e3 for turns in (seen.alone, seen.with_peers))
+    alone, with_peers = (np.concatenate(batches) * 1e3 for batches in (seen.alone, seen.with_peers))
     ratios = [
         statistics.median(b) / statistics.median(a) for a, b in zip(seen.alone, seen.with_peers, strict=True)
     ]
@@ -247,9 +247,9 @@ def _read(setup: Setup, owner: str, num_peers: int, parent: Connection) -> None:
     blocks = [_block(at) for at in range(0, _POOL_BYTES, _READ_BYTES)]
     until = time.monotonic() + _READS_S
     while time.monotonic() < until:
-        for reader, turns in ((alone, seen.alone), (busy, seen.with_peers)):
-            seconds = [_timed(reader, blocks[index % len(blocks)]) for index in range(_READS_PER_TURN)]
-            turns.append(seconds[_NUM_WARM_UP:])
+        for reader, batches in ((alone, seen.alone), (busy, seen.with_peers)):
+            seconds = [_timed(reader, blocks[index % len(blocks)]) for index in range(_READS_PER_BATCH)]
+            batches.append(seconds[_NUM_WARM_UP:])
     parent.send(seen)
 
 

@@ -97,7 +97,7 @@ class Child:
 
 
 class Running:
-    """The two processes of a contender. They run only during its turns."""
+    """The two processes of a contender. They run only during its batches."""
 
     def __init__(self, contender: Contender, pool_bytes: int) -> None:
         """Start both.
@@ -120,7 +120,7 @@ class Running:
         for child in (self._owner, self._reader):
             child.signal(number)
 
-    def turn(self, reads: Sequence[RegionPairs]) -> list[Timing]:
+    def batch(self, reads: Sequence[RegionPairs]) -> list[Timing]:
         """Let both run, do the reads one after the other, and stop them again.
 
         Raises:

@@ -52,16 +52,16 @@ def results_of(contenders: Sequence[Contender], shapes: Sequence[Shape], measure
         _result(contender, shape, measured)
         for shape in shapes
         for contender in contenders
-        if (contender.name, shape) in measured.turns
+        if (contender.name, shape) in measured.batches
     ]
 
 
 def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
-    turns = measured.turns[contender.name, shape]
-    reads = [read for turn in turns for read in turn]
+    batches = measured.batches[contender.name, shape]
+    reads = [read for batch in batches for read in batch]
     p50_s = statistics.median(read.seconds for read in reads)
-    low, to_memcpy, high = _ratios(turns, measured.turns.get((MEMCPY, shape), []))
-    twin_low, to_twin, twin_high = _ratios(turns, measured.turns.get((contender.twin, shape), []))
+    low, to_memcpy, high = _ratios(batches, measured.batches.get((MEMCPY, shape), []))
+    twin_low, to_twin, twin_high = _ratios(batches, measured.batches.get((contender.twin, shape), []))
     return Result(
         contender=contender.name,
         version=contender.version,
@@ -71,12 +71,12 @@ def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
         num_blocks=shape.num_blocks,
         num_regions=shape.num_regions,
         num_bytes=shape.num_bytes,
-        num_rounds=len(turns),
+        num_rounds=len(batches),
         p50_ms=p50_s * 1e3,
         gb_per_s=shape.num_bytes / p50_s / 1e9,
         to_memcpy=to_memcpy,
         to_memcpy_quartiles=(low, high),
-        to_sockets=_ratios(turns, measured.turns.get((SOCKETS, shape), []))[1],
+        to_sockets=_ratios(batches, measured.batches.get((SOCKETS, shape), []))[1],
         twin=contender.twin if to_twin else "",
         to_twin=to_twin,
         to_twin_quartiles=(twin_low, twin_high),
@@ -84,14 +84,14 @@ def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
     )
 
 
-def _ratios(turns: list[list[Timing]], others: list[list[Timing]]) -> tuple[float, float, float]:
+def _ratios(batches: list[list[Timing]], others: list[list[Timing]]) -> tuple[float, float, float]:
     """Return the quartiles of the ratio of another contender's time to this one's, over rounds."""
     if not others:
         return 0.0, 0.0, 0.0
-    ratios = [_typical(other) / _typical(turn) for turn, other in zip(turns, others, strict=True)]
+    ratios = [_typical(other) / _typical(batch) for batch, other in zip(batches, others, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return low, middle, high
 
 
-def _typical(turn: list[Timing]) -> float:
-    return statistics.median(read.seconds for read in turn)
+def _typical(batch: list[Timing]) -> float:
+    return statistics.median(read.seconds for read in batch)

@@ -19,8 +19,8 @@ from .shapes import Shape
 #: Rounds that are measured however long they take, after one that only warms up.
 MIN_ROUNDS = 3
 
-#: A turn moves about this many bytes, so that small transfers are measured often.
-_TURN_BYTES = 32 << 20
+#: A batch moves about this many bytes, so that small transfers are measured often.
+_BATCH_BYTES = 32 << 20
 _MAX_READS = 16
 
 #: Shows progress.
@@ -32,16 +32,16 @@ class Measured:
     """The measurements.
 
     Attributes:
-        turns: By contender and shape, for each round the reads of one turn.
+        batches: By contender and shape, for each round the reads of one batch.
         left_out: Contenders that were not measured, and why.
     """
 
-    turns: dict[tuple[str, Shape], list[list[Timing]]] = field(default_factory=dict)
+    batches: dict[tuple[str, Shape], list[list[Timing]]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out[name] = reason
-        self.turns = {key: turns for key, turns in self.turns.items() if key[0] != name}
+        self.batches = {key: batches for key, batches in self.batches.items() if key[0] != name}
 
 
 def measure(
@@ -52,16 +52,16 @@ def measure(
     with ExitStack() as stack:
         running = _start(contenders, pool_bytes, measured, stack, say)
         for number, where in _rounds(seconds):
-            for name, shape, reads in _turns(running, shapes, pool_bytes, number):
+            for name, shape, reads in _batches(running, shapes, pool_bytes, number):
                 say(f"{where}: {name}, {shape}")
                 try:
-                    turn = running[name].turn(reads)
+                    batch = running[name].batch(reads)
                 except FailedError as error:
                     running.pop(name).close()
                     measured.leave_out(name, str(error))
                 else:
                     if number:
-                        measured.turns.setdefault((name, shape), []).append(turn[1:])
+                        measured.batches.setdefault((name, shape), []).append(batch[1:])
     return measured
 
 
@@ -101,16 +101,16 @@ def _rounds(seconds: float) -> Iterator[tuple[int, str]]:
         number += 1
 
 
-def _turns(
+def _batches(
     running: Mapping[str, Running], shapes: Sequence[Shape], pool_bytes: int, number: int
 ) -> Iterator[tuple[str, Shape, list[RegionPairs]]]:
-    """Yield the turns of a round: contender, shape and reads. The order is random; all contenders move the same blocks.
+    """Yield the batches of a round: contender, shape and reads. The order is random; all contenders move the same blocks.
 
-    The first read of a turn has one region and is not counted, because the processes have just been resumed.
+    The first read of a batch has one region and is not counted, because the processes have just been resumed.
     """
     for index, shape in enumerate(shapes):
         random = np.random.default_rng((number, index))
-        count = max(1, min(_MAX_READS, _TURN_BYTES // shape.num_bytes))
+        count = max(1, min(_MAX_READS, _BATCH_BYTES // shape.num_bytes))
         reads = [shape.pairs(pool_bytes, random) for _ in range(count)]
         for name in random.permutation(list(running)).tolist():
             yield name, shape, [RegionPairs(reads[0].table[:1]), *reads]

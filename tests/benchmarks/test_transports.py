@@ -91,11 +91,11 @@ def test_a_contender_is_compared_with_its_twin_in_the_same_round():
     twin = Contender("twin", own_nothing, MemcpyReader)
     contenders = [twin, replace(twin, name="one", twin="twin"), replace(twin, name="other", twin="missing")]
     rounds = {"twin": (2.0, 30.0, 4.0), "one": (1.0, 10.0, 1.0), "other": (1.0, 1.0, 1.0)}
-    turns = {
+    batches = {
         (name, shape): [[Timing(seconds, 0.0, "memcpy")] for seconds in times]
         for name, times in rounds.items()
     }
-    _, one, other = results_of(contenders, [shape], Measured(turns))
+    _, one, other = results_of(contenders, [shape], Measured(batches))
     assert (one.twin, one.to_twin, one.to_twin_quartiles) == ("twin", 3.0, (2.5, 3.5))
     assert (other.twin, other.to_twin) == ("", 0.0)
     assert any(line.endswith("3.00 (2.50-3.50) of twin                    memcpy ") for line in table([one]))
