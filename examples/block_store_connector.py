@@ -174,7 +174,8 @@ class BlockStoreWorker(kv.WorkerHalf):
         # A layer that shares another's cache appears in `kv_caches` as well, but not in the group. Axis 0 may count an
         # attention kernel's blocks, several of which make one block.
         names, num_blocks = self._pool.kv_cache_groups[0].layer_names, self._pool.num_blocks
-        self._caches = [kv_caches[name].unflatten(0, (num_blocks, -1)) for name in names]
+        caches = [kv_caches[name] for name in names]
+        self._caches = [cache.view(num_blocks, -1, *cache.shape[1:]) for cache in caches]
         self._block_bytes = sum(cache[0].nbytes for cache in self._caches)
         self._folder.mkdir(parents=True, exist_ok=True)
         for kind, jobs in self._jobs.items():

@@ -147,7 +147,10 @@ class LayerStoreWorker(kv.WorkerHalf):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         # A layer that shares another's cache appears in `kv_caches` as well, but not in the group: it has no calls of its own.
         # Axis 0 may count an attention kernel's blocks, several of which make one block.
-        self._caches = {name: kv_caches[name].unflatten(0, (self._num_blocks, -1)) for name in self._layers}
+        caches = {name: kv_caches[name] for name in self._layers}
+        self._caches = {
+            name: cache.view(self._num_blocks, -1, *cache.shape[1:]) for name, cache in caches.items()
+        }
         self._folder.mkdir(parents=True, exist_ok=True)
 
     # -- loads
