@@ -24,8 +24,8 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 
 #: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node whose token is not used
 #: does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
-#: because a prompt that lacked an unknown field could be another prompt, whose cache the decode node refuses. So these stay:
-#: `tools`, `tool_choice`, `response_format` and all that a chat template may read, and `echo` and `prompt_logprobs`.
+#: because a prompt that lacked an unknown field could be another prompt, whose cache the decode node refuses. So `tools`,
+#: `tool_choice` and all that a chat template may read stay.
 _ONLY_FOR_SAMPLING = frozenset(
     {
         *("seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "use_beam_search", "length_penalty"),
@@ -37,8 +37,12 @@ _ONLY_FOR_SAMPLING = frozenset(
         *("guided_decoding_backend", "guided_whitespace_pattern"),
     }
 )
-#: With `echo`, these ask for log probabilities of the prompt.
+#: With `echo`, these ask for log probabilities of the prompt. A reference node sends them along for the decode node. Of vLLM's
+#: servers the decode node computes them, and a prefill node that had to would not use its prefix cache.
 _ABOUT_ECHO = frozenset({"logprobs", "top_logprobs", "return_token_ids"})
+_ABOUT_THE_PROMPT = frozenset({"prompt_logprobs"})
+#: A grammar, which a server compiles. Some chat templates read it as well, but a prompt has no template.
+_GRAMMAR = frozenset({"response_format"})
 #: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which only one is loaded.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
@@ -90,7 +94,11 @@ def prefill_body(
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     params = {**DO_REMOTE_DECODE, **(wish_for(body) if is_token_used else {}), **(wish or {})}
     if not is_token_used:
-        left_out = _ONLY_FOR_SAMPLING - (_ABOUT_ECHO if body.get("echo") else frozenset())
+        left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
+        if is_vllm:
+            left_out |= _ABOUT_THE_PROMPT
+        elif body.get("echo"):
+            left_out -= _ABOUT_ECHO
         # The likeliest token is the cheapest one.
         result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
     elif is_vllm:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.router.bodies import prefill_body
 from tests.routing.test_node_identity import STREAM, servers
 from tests.support.fake_nodes import routed
 
@@ -21,8 +22,6 @@ ABOUT_THE_PROMPT: dict[str, Any] = {
     "tool_choice": "auto",
     "documents": [{"text": "d"}],
     "mm_processor_kwargs": {"b": 2},
-    "response_format": {"type": "text"},
-    "prompt_logprobs": 1,
     "reasoning_effort": "low",
     "a_field_of_next_year": 1,
 }
@@ -40,6 +39,8 @@ ABOUT_TOKENS: dict[str, Any] = {
     "bad_words": ["y"],
     "structured_outputs": {"regex": "a+"},
     "guided_regex": "a+",
+    "response_format": {"type": "json_object"},
+    "prompt_logprobs": 1,
     "min_tokens": 2,
     "n": 1,
 }
@@ -78,8 +79,17 @@ async def test_no_token_is_used_if_that_is_turned_off() -> None:
     assert await received(body, first_token=False) == expected
 
 
-async def test_log_probabilities_of_an_echoed_prompt_are_asked_for() -> None:
+@pytest.mark.parametrize(("is_vllm", "expected"), [(False, 2), (True, None)])
+def test_only_reference_nodes_are_asked_for_log_probabilities_of_an_echoed_prompt(
+    is_vllm: bool, expected: Any
+) -> None:
     body = {"model": "m", "prompt": "p", "echo": True, "logprobs": 2, "max_tokens": 3, "seed": 1}
-    asked = await received(body)
-    assert (asked["logprobs"], asked["echo"]) == (2, True)
+    asked = prefill_body(body, is_token_used=False, is_vllm=is_vllm)
+    assert (asked.get("logprobs"), asked["echo"]) == (expected, True)
     assert "seed" not in asked
+
+
+def test_a_grammar_that_a_chat_template_may_read_stays() -> None:
+    body = {"model": "m", "messages": [], "response_format": {"type": "json_object"}}
+    asked = prefill_body(body, is_token_used=False, is_vllm=True)
+    assert asked["response_format"] == body["response_format"]
