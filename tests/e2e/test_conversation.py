@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.client import Client, assert_answers_like, completion_body, wait_until
+from tests.support.answers import Answer
+from tests.support.client import Client, assert_answers_like, completion_body, streamed_answer, wait_until
 
 NUM_ANSWER = 20
 
@@ -33,16 +34,18 @@ def num_computed(node: Client) -> float:
     return prompt - cached - loaded
 
 
-def say(router: Client, tokens: Sequence[int], session: str, *, stream: bool) -> list[int]:
-    """Take a turn; return the answer's tokens. The client sees nothing of the offer."""
-    body = completion_body(tokens, {"max_tokens": NUM_ANSWER, "ignore_eos": True, "stream": stream})
+def say(router: Client, tokens: Sequence[int], session: str, *, stream: bool) -> Answer:
+    """Take a turn; return the answer. The client sees nothing of the offer."""
+    # A stream that asked for them would not begin with the prefill node's token.
+    scores = {} if stream else {"logprobs": 0}
+    body = completion_body(tokens, {"max_tokens": NUM_ANSWER, "ignore_eos": True, "stream": stream, **scores})
     with router.requesting("/v1/completions", body, {"X-Session-ID": session}) as response:
         assert response.status == 200
         raw = response.read().decode()
     assert "remote_" not in raw
     pieces = [line.removeprefix("data: ") for line in raw.splitlines() if line.strip()]
     events = [json.loads(piece) for piece in pieces if piece != "[DONE]"]
-    return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+    return streamed_answer(events)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,6 +18,7 @@ from .conftest import START_TIMEOUT_S
 
 NUM_LAYERS = 3  # of the tiny model
 PROMPT = "A ferry that keeps a book. " * 5
+ASKED = {"max_tokens": 6, "logprobs": 0}
 
 
 def forge_file(path: Path) -> None:
@@ -67,9 +68,9 @@ def test_a_pair_hands_over_through_a_store(
     launcher.wait_ready([*nodes, process], START_TIMEOUT_S)
     prefill, decode, router = Client(nodes[0]), Client(nodes[1]), Client(process)
 
-    expected = tiny_single.complete(PROMPT, max_tokens=6).token_ids
-    reply = router.complete(PROMPT, max_tokens=6)
-    assert reply.token_ids == expected
+    expected = tiny_single.complete(PROMPT, **ASKED).answer
+    reply = router.complete(PROMPT, **ASKED)
+    assert reply.answer == expected
     assert reply.headers["X-KV-Transfer"] == "loaded"
     assert (reply.transfer["transport"], reply.transfer["num_blocks"]) == ("file", len(PROMPT) // 16)
     assert reply.body["metrics"]["num_loaded_tokens"] == len(PROMPT) // 16 * 16
@@ -83,7 +84,7 @@ def test_a_pair_hands_over_through_a_store(
 
     for path in tmp_path.iterdir():
         forge(path)
-    assert router.complete(PROMPT, max_tokens=6).token_ids != expected  # so it is the file that is loaded
+    assert router.complete(PROMPT, **ASKED).token_ids != expected  # so it is the file that is loaded
     for client in (prefill, decode):
         wait_until(client.is_whole)
 
@@ -103,13 +104,13 @@ def test_the_client_learns_what_the_connector_raised_and_the_node_goes_on(
     ]
     launcher.wait_ready(nodes, 110)
     prompt = [*range(1, 30)]
-    expected = tiny_single.complete(prompt, max_tokens=6).token_ids
+    expected = tiny_single.complete(prompt, **ASKED).answer
     for hook, client in zip(hooks, map(Client, nodes), strict=True):
         reply = client.complete([MARK, *prompt], max_tokens=6)
         assert reply.status == 500
         assert f"{hook} of the connector RecordingConnector failed: Boom: on purpose" in reply.error
         with client.streaming([MARK, *prompt], max_tokens=6) as events:
             assert "Boom: on purpose" in str(list(events)[-1]["error"]["message"])
-        assert client.complete(prompt, max_tokens=6).token_ids == expected
+        assert client.complete(prompt, **ASKED).answer == expected
         wait_until(client.is_whole)
         assert client.get("/health")[0] == 200

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher, Spawn
-from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
+from tests.support.client import DO_REMOTE_DECODE, Client, streamed_answer, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ START_TIMEOUT_S = 110.0
 DRAIN_S = 40.0
 #: Seconds for a node to end on a busy machine, once it has nothing left to wait for.
 END_S = 20.0
-LONG = {"max_tokens": 300, "ignore_eos": True}
+LONG = {"max_tokens": 300, "ignore_eos": True, "logprobs": 0}
 PROMPT = (
     "The last ferry of the day takes everyone who waits at the pier, and only then the crew goes home. " * 2
 )
@@ -66,10 +66,6 @@ def offer(prefill: Client, prompt: str) -> Mapping[str, Any]:
     return params
 
 
-def token_ids(events: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
-
-
 def is_draining(client: Client) -> bool:
     return client.get("/ready") == (503, b'{"status": "draining"}')
 
@@ -94,8 +90,8 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
 ) -> None:
     arguments = ("--drain-timeout-s", f"{DRAIN_S:g}")
     prefill, decode = start("prefill", *arguments), start("decode", *arguments)
-    expected = tiny_single.complete(PROMPT, **LONG).token_ids
-    other_expected = tiny_single.complete(OTHER_PROMPT, max_tokens=4).token_ids
+    expected = tiny_single.complete(PROMPT, **LONG).answer
+    other_expected = tiny_single.complete(OTHER_PROMPT, max_tokens=4, logprobs=0).answer
     held = offer(prefill, OTHER_PROMPT)
     taken = offer(prefill, PROMPT)
     with (
@@ -109,15 +105,15 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
         wait_until(lambda: is_draining(prefill))
         assert retry_after(prefill) == "1"
         # An offer is delivered while its node is draining.
-        late = decode.complete(OTHER_PROMPT, max_tokens=4, kv_transfer_params=held)
-        assert late.token_ids == other_expected
+        late = decode.complete(OTHER_PROMPT, max_tokens=4, logprobs=0, kv_transfer_params=held)
+        assert late.answer == other_expected
         assert (late.transfer["error"], late.transfer["num_bytes"] > 0) == ("", True)
         began = time.monotonic()
         decode.process.terminate()
         wait_until(lambda: is_draining(decode))
         assert retry_after(decode) == "1"
-        assert token_ids([first, *events]) == expected
-        assert whole.result().token_ids == expected
+        assert streamed_answer([first, *events]) == expected
+        assert whole.result().answer == expected
     assert decode.process.wait(DRAIN_S) == 0
     assert prefill.process.wait(END_S) == 0
     assert time.monotonic() - began < DRAIN_S

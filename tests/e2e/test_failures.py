@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
-from tests.support.client import DO_REMOTE_DECODE, Client, Reply, assert_answers_like, wait_until
+from tests.support.answers import Answer
+from tests.support.client import (
+    DO_REMOTE_DECODE,
+    Client,
+    Reply,
+    assert_answers_like,
+    streamed_answer,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
 MAX_TOKENS = 12
+ASKED = {"max_tokens": MAX_TOKENS, "logprobs": 0}
 #: The lease of the nodes that all tests share.
 LEASE_S = 6.0
 
@@ -58,21 +67,21 @@ def offer(prefill: Client, prompt: str) -> dict[str, Any]:
 
 def stream(decode: Client, prompt: str, params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return all chunks of a streamed answer."""
-    with decode.streaming(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params) as events:
+    with decode.streaming(prompt, kv_transfer_params=params, **ASKED) as events:
         return list(events)
 
 
 def ask(decode: Client, prompt: str, params: Mapping[str, Any]) -> Reply:
-    return decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    return decode.complete(prompt, kv_transfer_params=params, **ASKED)
 
 
-#: Fails unless these are the single node's tokens, apart from near-ties.
-Expected = Callable[[Sequence[int]], None]
+#: Fails unless this is the single node's answer, apart from near-ties.
+Expected = Callable[[Answer], None]
 
 
 def assert_recomputed(reply: Reply, expected: Expected) -> None:
     """Check that the answer is right, and that no byte of the other node was used."""
-    expected(reply.token_ids)
+    expected(reply.answer)
     assert reply.transfer["num_bytes"] == 0
     assert reply.transfer["error"]
 
@@ -82,10 +91,6 @@ def assert_failed(reply: Reply) -> None:
     assert reply.status == 500
     assert reply.body["error"]["code"] == "generation_failed"
     assert len(reply.error) > 20
-
-
-def token_ids(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
 
 
 def in_flight_at(prefill: Client) -> str:
@@ -101,8 +106,8 @@ def unique_prompt(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def expected(tiny_fleet: Any, unique_prompt: str) -> Expected:
-    """A function that compares tokens with the single node's answer."""
-    return lambda tokens: assert_answers_like(tiny_fleet.single, unique_prompt, tokens, MAX_TOKENS)
+    """A function that compares an answer with the single node's."""
+    return lambda answer: assert_answers_like(tiny_fleet.single, unique_prompt, answer, MAX_TOKENS)
 
 
 def test_prefill_killed_before_the_transfer(
@@ -131,7 +136,7 @@ def test_prefill_killed_in_the_middle(
         wait_until(lambda: all(decode.metric("kvferry_engine_loading_requests") == 1 for decode in decodes))
         mortal_prefill.process.kill()
         recomputed, failed = (answer.result() for answer in answers)
-    expected(token_ids(recomputed))
+    expected(streamed_answer(recomputed))
     assert [chunk["choices"][0]["finish_reason"] for chunk in failed] == ["error"]
     assert len(failed[-1]["error"]["message"]) > 20
     for decode in decodes:
@@ -142,13 +147,11 @@ def test_prefill_killed_after_the_transfer(
     tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: Expected
 ) -> None:
     params = offer(mortal_prefill, unique_prompt)
-    with tiny_fleet.decode.streaming(
-        unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params
-    ) as events:
+    with tiny_fleet.decode.streaming(unique_prompt, kv_transfer_params=params, **ASKED) as events:
         chunks = [next(events)]
         mortal_prefill.process.kill()
         chunks += events
-    expected(token_ids(chunks))
+    expected(streamed_answer(chunks))
     assert chunks[-1]["metrics"]["transfer"]["num_blocks"] > 0
     wait_until(tiny_fleet.decode.is_whole)
 
@@ -267,7 +270,8 @@ def test_the_router_avoids_nodes_that_are_gone(
     mortal_prefill.process.kill()
     mortal_decode.kill()
     for prompt in prompts:
-        assert_answers_like(tiny_fleet.single, prompt, client.complete(prompt, max_tokens=4).token_ids, 4)
+        reply = client.complete(prompt, max_tokens=4, logprobs=0)
+        assert_answers_like(tiny_fleet.single, prompt, reply.answer, 4)
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)  # unread offers expire
     wait_until(tiny_fleet.decode.is_whole)
 
@@ -301,7 +305,7 @@ def test_a_router_that_is_stopped_tells_its_waiting_clients(
 
 
 def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone_if_that_may_recompute(
-    launcher: Launcher, tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: list[int]
+    launcher: Launcher, tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: Expected
 ) -> None:
     nodes = [mortal_prefill.process], [tiny_fleet.decode.process]
     routers = [
@@ -315,7 +319,7 @@ def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone
     assert "no prefill node" in reply.error
     assert "the process is gone: connection refused" in reply.error
     wait_until(lambda: never.get("/ready")[0] == 503)
-    expected(auto.complete(unique_prompt, max_tokens=MAX_TOKENS).token_ids)
+    expected(auto.complete(unique_prompt, **ASKED).answer)
     wait_until(lambda: b"no prefill node is ready" in auto.get("/health")[1])
     assert auto.get("/ready")[0] == 200
 
@@ -342,7 +346,7 @@ def test_a_pair_that_cannot_hand_over_says_so_and_holds_no_blocks(
     tiny_single_arguments: Sequence[str],
     transport: str,
     unique_prompt: str,
-    expected: list[int],
+    expected: Expected,
 ) -> None:
     other = "zeromq" if transport == "shm" else "shm"
     decode = launcher.start_node("decode", "decode", *tiny_single_arguments, "--connector", other)
@@ -352,7 +356,7 @@ def test_a_pair_that_cannot_hand_over_says_so_and_holds_no_blocks(
     launcher.wait_ready([router], 30)
     client = Client(router)
     for _ in range(3):
-        expected(client.complete(unique_prompt, max_tokens=MAX_TOKENS).token_ids)
+        expected(client.complete(unique_prompt, **ASKED).answer)
     # Sooner than the lease ends, because the router releases offers of failed handoffs.
     wait_until(prefill.is_whole, timeout_s=LEASE_S / 2)
     health = json.loads(client.get("/health")[1])

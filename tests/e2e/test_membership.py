@@ -66,7 +66,7 @@ def test_the_second_prompt_with_a_prefix_finds_it_in_the_cache_of_its_prefill_no
         if number == len(PREFIXES):
             before = cached_tokens(prefills)
         reply = router.complete(prompt, max_tokens=MAX_TOKENS, logprobs=0)
-        assert_answers_like(tiny_fleet.single, prompt, reply, MAX_TOKENS)
+        assert_answers_like(tiny_fleet.single, prompt, reply.answer, MAX_TOKENS)
     num_prefix_tokens = len(PREFIXES) * 2 * BLOCK_SIZE
     assert cached_tokens(prefills) - before >= num_prefix_tokens
     policy = json.loads(router.get("/nodes")[1])["prefill_policy"]

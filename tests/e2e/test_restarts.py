@@ -61,7 +61,7 @@ def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_singl
     def load(index: int, params: dict[str, Any]) -> str:
         """Have the decode node answer a prompt with an offer. Returns why the offer was not loaded."""
         reply = decode.complete(f"{index} {PROMPT}", max_tokens=4, logprobs=0, kv_transfer_params=params)
-        assert_answers_like(tiny_single, f"{index} {PROMPT}", reply, 4)
+        assert_answers_like(tiny_single, f"{index} {PROMPT}", reply.answer, 4)
         return str(reply.transfer["error"])
 
     assert load(0, offer(prefill, f"0 {PROMPT}")) == ""

@@ -78,7 +78,7 @@ def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: 
     offered = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
     params = offered.body["kv_transfer_params"]
     reply = decode.complete(prompt, max_tokens=8, logprobs=0, kv_transfer_params=params)
-    assert_answers_like(single, prompt, reply, 8)
+    assert_answers_like(single, prompt, reply.answer, 8)
     assert (reply.transfer["error"], reply.transfer["num_bytes"] > 0) == ("", True)
     wait_until(lambda: prefill.is_whole() and decode.is_whole())
     return reply
@@ -155,7 +155,7 @@ def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -
         params = rendezvous_params(name, told)
         reply = decode.complete(prompt, max_tokens=8, logprobs=0, kv_transfer_params=params)
         assert offered.result().status == 200
-    assert_answers_like(single, prompt, reply, 8)
+    assert_answers_like(single, prompt, reply.answer, 8)
     assert reply.transfer["error"] == ""
     assert reply.transfer["exposed_seconds"] <= reply.transfer["seconds"]
 
@@ -176,7 +176,7 @@ def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) 
         wait_until(lambda: decode.metric("kvferry_engine_loading_requests") == 1)
         os.kill(last_rank, signal.SIGKILL)
         reply = answer.result()
-    assert_answers_like(single, prompt, reply, 8)
+    assert_answers_like(single, prompt, reply.answer, 8)
     assert reply.transfer["error"]
     assert prefill.process.wait(60) == 1
     said = prefill.process.describe_end()

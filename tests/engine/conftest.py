@@ -11,6 +11,7 @@ import torch
 
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
 from kvferry.reference.engine.weights import load_model
+from tests.support.answers import Answer
 from tests.support.engines import MakeNode, drive, stepped_nodes
 from tests.support.tiny_models import generate_greedily, tiny_models_in
 
@@ -48,11 +49,11 @@ def make_module_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int], int], list[int]]:
+def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int], int], Answer]:
     """`(family, prompt, num_tokens)` → the greedy answer of transformers' own `generate`."""
     loaded: dict[str, Any] = {}
 
-    def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    def answer(family: str, prompt: Sequence[int], num_tokens: int) -> Answer:
         if family not in loaded:
             loaded[family] = load_model(tiny_model(family), torch.float32, torch.device("cpu"), "eager")
         return generate_greedily(loaded[family], prompt, num_tokens)
@@ -62,12 +63,12 @@ def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int]
 
 @pytest.fixture(scope="session")
 def assert_same(
-    tiny_model: Callable[[str], Path], reference: Callable[[str, Sequence[int], int], list[int]]
+    tiny_model: Callable[[str], Path], reference: Callable[[str, Sequence[int], int], Answer]
 ) -> Callable[..., None]:
-    """`(tokens, family, prompt, num_tokens)`: fail unless these are transformers' tokens, apart from near-ties."""
+    """`(answer, family, prompt, num_tokens)`: fail unless it is transformers' answer, apart from near-ties."""
     loaded: dict[str, Any] = {}
 
-    def check(tokens: Sequence[int], family: str, prompt: Sequence[int], num_tokens: int) -> None:
+    def check(answer: Answer, family: str, prompt: Sequence[int], num_tokens: int) -> None:
         def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
             if family not in loaded:
                 loaded[family] = load_model(tiny_model(family), torch.float32, torch.device("cpu"), "eager")
@@ -75,9 +76,13 @@ def assert_same(
             with torch.inference_mode():
                 largest = loaded[family](torch.tensor([ids])).logits[0, -1].topk(2)
             pairs = zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
-            return Expectation(ids, reference(family, ids, max_tokens), list(pairs))
+            alone = reference(family, ids, max_tokens)
+            return Expectation(ids, alone, list(pairs), alone.logprobs)
 
-        assert_same_answer(prompt, tokens, reference(family, prompt, num_tokens), ask)
+        assert len(answer.logprobs) == len(answer)
+        expected = reference(family, prompt, num_tokens)
+        scores = {"logprobs": answer.logprobs, "expected_logprobs": expected.logprobs}
+        assert_same_answer(prompt, answer, expected, ask, **scores)
 
     return check
 

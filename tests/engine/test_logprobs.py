@@ -26,7 +26,7 @@ def test_logprobs_of_prompt_and_answer_are_the_models(make_node: Any, tiny_model
     # Beside another request, and again with the prompt in the prefix cache, which must not hide its logits.
     for name in ("a", "b"):
         node.add(name, PROMPT, max_tokens=3, num_logprobs=2, num_prompt_logprobs=1)
-        node.add(f"{name}/silent", PROMPT[:9], max_tokens=3)
+        node.add(f"{name}/silent", PROMPT[:9], max_tokens=3, num_logprobs=None)
         node.run()
         answer = node.tokens(name)
         scores = _expected(tiny_model("llama"), PROMPT + answer)

@@ -17,6 +17,8 @@ from kvferry.reference.engine.types import PromptItem
 from kvferry.reference.engine.weights import load_model
 from kvferry.reference.node.openai_request import parse_chat, parse_completion
 from kvferry.web.errors import ApiError
+from tests.support.answers import Answer
+from tests.support.tiny_models import generate_greedily
 
 HIDDEN = 64
 #: Steps have 16 tokens, blocks 4. The first item spans two steps; two positions of the second one are plain tokens.
@@ -35,25 +37,18 @@ def items(first: int = 1, second: int = 2) -> tuple[PromptItem, ...]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: Callable[[str], Path]) -> Callable[..., list[int]]:
+def expected(tiny_model: Callable[[str], Path]) -> Callable[..., Answer]:
     """`(items, num_tokens)` → the answer of transformers to the same vectors."""
     model: Any = load_model(tiny_model("llama"), torch.float32, torch.device("cpu"), "eager")
 
-    def answer(placed: Sequence[PromptItem], num_tokens: int) -> list[int]:
+    def answer(placed: Sequence[PromptItem], num_tokens: int) -> Answer:
         embedded = model.get_input_embeddings()(torch.tensor([PROMPT])).clone()
         for item in placed:
             rows = iter(np.frombuffer(item.vectors, "<f4").reshape(-1, HIDDEN))
             for position in range(item.length):
                 if not item.is_embed or item.is_embed[position]:
                     embedded[0, item.offset + position] = torch.from_numpy(next(rows).copy())
-        out = model.generate(
-            inputs_embeds=embedded,
-            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        return [int(token) for token in out[0]]
+        return generate_greedily(model, PROMPT, num_tokens, embedded=embedded)
 
     return answer
 

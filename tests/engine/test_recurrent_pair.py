@@ -55,13 +55,13 @@ def test_concurrent_requests_get_the_same_answers_as_alone(
     """Requests with one or several prefill chunks run beside decodes. State blocks are reset before they are reused."""
     node = make_node(family, block_size=BLOCK, num_blocks=40)
     lengths = (61, 1, 16, 5)
-    for _ in range(2):
+    for turn in range(2):
         for length in lengths:
-            node.add(f"{length}", prompt_of(length), max_tokens=12)
+            node.add(f"{length} {turn}", prompt_of(length), max_tokens=12)
         node.run()
     for length in lengths:
         answer = reference(family, prompt_of(length), 12)
-        assert node.tokens(f"{length}") == answer * 2
+        assert [node.tokens(f"{length} {turn}") for turn in range(2)] == [answer] * 2
     assert node.is_whole
 
 

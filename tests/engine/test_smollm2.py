@@ -13,6 +13,7 @@ from kvferry.reference.engine.core import EngineCore
 from kvferry.reference.engine.settings import DEFAULT_MODEL, EngineSettings
 from kvferry.reference.engine.types import GenerationRequest, SamplingParams
 from kvferry.reference.engine.weights import load_model, model_folder
+from tests.support.answers import Answer
 from tests.support.tiny_models import generate_greedily
 
 pytestmark = pytest.mark.slow
@@ -42,12 +43,13 @@ def tokenizer(core: EngineCore) -> Any:
 def test_concurrent_prompts_get_the_answers_of_transformers(core: EngineCore, tokenizer: Any) -> None:
     prompts = {text: tuple(tokenizer.encode(text)) for text in PROMPTS}
     for text, prompt in prompts.items():
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=0)
         core.add(GenerationRequest(text, prompt, sampling), time.monotonic())
-    answers: dict[str, list[int]] = {text: [] for text in PROMPTS}
+    answers = {text: Answer() for text in PROMPTS}
     while core.has_work:
         for output in core.step()[1]:
             answers[output.request_id] += output.new_token_ids
+            answers[output.request_id].logprobs += [scores[0][1] for scores in output.logprobs]
     plain = load_model(model_folder(DEFAULT_MODEL), torch.float32, torch.device("cpu"), "sdpa")
     for text, prompt in prompts.items():
         assert answers[text] == generate_greedily(plain, prompt, NUM_TOKENS), text

@@ -21,6 +21,7 @@ import torch
 
 from kvferry.reference.engine.weights import load_model
 from kvferry.transports.testing.leaks import Leaks
+from tests.support.answers import Answer
 from tests.support.engines import MakeNode, stepped_nodes
 from tests.support.gpu_memory import StartChild, stand_in_driver
 from tests.support.tiny_models import generate_greedily, tiny_models_in
@@ -146,10 +147,10 @@ def make_node(tiny_model: Callable[[str], Path], torch_device: torch.device) -> 
 @pytest.fixture
 def reference(
     tiny_model: Callable[[str], Path], torch_device: torch.device
-) -> Callable[[str, Sequence[int], int], list[int]]:
+) -> Callable[[str, Sequence[int], int], Answer]:
     """`(family, prompt, num_tokens)` → the greedy answer of transformers' own `generate`, on the GPU."""
 
-    def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    def answer(family: str, prompt: Sequence[int], num_tokens: int) -> Answer:
         model: Any = load_model(tiny_model(family), torch.float32, torch_device, "eager")
         return generate_greedily(model, prompt, num_tokens)
 

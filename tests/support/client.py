@@ -6,7 +6,7 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from kvferry.reference.demo import client
 from kvferry.reference.demo.launcher import LaunchedProcess
 from kvferry.reference.demo.near_tie import AskAlone, assert_same_answer
+from tests.support.answers import Answer
 
 #: The `kv_transfer_params` of a router's request to a prefill node.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -42,6 +43,11 @@ class Reply:
         """The log probability of each token of a completion that asked for them by `logprobs`; otherwise empty."""
         told = self.body["choices"][0]["logprobs"]
         return list(told["token_logprobs"]) if told else []
+
+    @property
+    def answer(self) -> Answer:
+        """Tokens and log probabilities together."""
+        return Answer(self.token_ids, self.logprobs)
 
     @property
     def transfer(self) -> Mapping[str, Any]:
@@ -133,26 +139,34 @@ def ask_alone(single: Client, **fields: Any) -> AskAlone:
     return client.ask_alone(single.process.port, **fields)
 
 
+def streamed_answer(events: Iterable[Mapping[str, Any]]) -> Answer:
+    """Return the answer of a stream; it has log probabilities if the request asked for them by `logprobs`."""
+    choices = [choice for event in events for choice in event["choices"]]
+    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    return Answer(
+        (token for choice in choices for token in choice["token_ids"]),
+        (score for scores in told for score in scores["token_logprobs"]),
+    )
+
+
 def assert_answers_like(
     single: Client,
     prompt: str | Sequence[int],
-    answer: Reply | Sequence[int],
+    answer: Answer,
     max_tokens: int,
     **fields: Any,
 ) -> None:
     """Fail unless a single node gives the same answer to the prompt, apart from near-ties of logits.
 
     Args:
-        answer: A greedy answer of at most `max_tokens`, or only its tokens. If it has log probabilities, they are compared as
-            well: a wrong cache often changes no token. Ask for them, unless the test is about what a request without them does.
+        answer: A greedy answer of at most `max_tokens`. If it has log probabilities, they are compared as well: a wrong cache
+            often changes no token. Ask for them, unless the test is about what a request without them does.
         fields: The other fields of its request.
     """
     ask = ask_alone(single, **fields)
-    token_ids, logprobs = (answer.token_ids, answer.logprobs) if isinstance(answer, Reply) else (answer, ())
     expected = ask(prompt, max_tokens)
-    assert_same_answer(
-        prompt, token_ids, expected.token_ids, ask, logprobs=logprobs, expected_logprobs=expected.logprobs
-    )
+    scores = {"logprobs": answer.logprobs, "expected_logprobs": expected.logprobs}
+    assert_same_answer(prompt, answer, expected.token_ids, ask, **scores)
 
 
 def completion_body(prompt: str | Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput, SamplingParams
 from kvferry.reference.node.app import NodeServer
 from kvferry.runner_mixin import state
+from tests.support.answers import Answer
 
 #: Seconds after which a test gives up waiting for what should have happened.
 DEADLINE_S = 20.0
@@ -52,10 +53,10 @@ class SteppedNode:
             state._slot = None
 
     def add(self, request_id: str, prompt: Sequence[int], **more: Any) -> None:
-        """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token)."""
+        """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token, with log probabilities)."""
         params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
         lora_name, items = more.pop("lora_name", ""), more.pop("items", ())
-        sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **more})
+        sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "num_logprobs": 0, **more})
         with self.at_work() as core:
             request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt, lora_name, items)
             core.add(request, time.monotonic())
@@ -88,8 +89,12 @@ class SteppedNode:
     def is_over(self, request_id: str) -> bool:
         return request_id in self.outputs and self.last(request_id).finish_reason is not None
 
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs[request_id] for token in output.new_token_ids]
+    def tokens(self, request_id: str) -> Answer:
+        outputs = self.outputs[request_id]
+        return Answer(
+            (token for output in outputs for token in output.new_token_ids),
+            (scores[0][1] for output in outputs for scores in output.logprobs),
+        )
 
     def text(self, request_id: str) -> str:
         return "".join(output.text_delta for output in self.outputs[request_id])
@@ -98,8 +103,8 @@ class SteppedNode:
         """Step until there is nothing left to do."""
         drive(self, until=lambda: not self.core.has_work)
 
-    def answer(self, prompt: Sequence[int], **sampling: Any) -> list[int]:
-        """Return the tokens that follow a prompt."""
+    def answer(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Return what follows a prompt."""
         request_id = f"q{len(self.outputs)}"
         self.add(request_id, prompt, **sampling)
         self.run()

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvferry.reference.engine.progress import quiet_loading
+from tests.support.answers import Answer
 
 _EOS = "<eos>"
 _COMMON = {
@@ -252,17 +253,28 @@ def scale_tensor(folder: Path, name: str, factor: float) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Return `num_tokens` token ids from transformers' own `generate`, past any end token."""
+def generate_greedily(
+    model: Any, prompt: Sequence[int], num_tokens: int, *, embedded: torch.Tensor | None = None
+) -> Answer:
+    """Return `num_tokens` tokens from transformers' own `generate`, past any end token.
+
+    Args:
+        embedded: Vectors that take the place of the prompt's tokens.
+    """
     ids = torch.tensor([list(prompt)], device=model.device)
+    given = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
     whole = model.generate(
-        ids,
+        **given,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,
         do_sample=False,
         eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
-    return [int(token) for token in whole[0, len(prompt) :]]
+    tokens = whole.sequences[0, -num_tokens:].tolist()
+    scores = [logits[0].float().log_softmax(dim=-1) for logits in whole.logits]
+    return Answer(tokens, (float(of[token]) for of, token in zip(scores, tokens, strict=True)))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -147,7 +147,7 @@ class Soak:
         reply = Client(decode.process).complete(prompt, **wanted)
         if reply.status != 200 or reply.transfer.get("error", "nothing was loaded"):
             return False
-        assert_answers_like(self._single, prompt, reply, 4, ignore_eos=True)
+        assert_answers_like(self._single, prompt, reply.answer, 4, ignore_eos=True)
         return True
 
 
