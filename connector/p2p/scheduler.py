@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 #: Names of rendezvous that are remembered as used, the latest ones.
 _MAX_USED_NAMES = 4096
+#: Stands in a block table for a block that the engine has freed.
+_NULL_BLOCK = 0
 
 
 class RequestState(Enum):
@@ -173,7 +175,7 @@ class HandoffScheduler(SchedulerHalf):
         self._offers_answers = options.offer_answer
         self._answer_lease_s = options.handoff.answer_lease_s
         self._max_answer_blocks = kv_cache_config.num_blocks * options.answer_pool_percent // 100
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        specs = self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = tuple(spec.block_size for spec in specs)
         self._has_state = any(map(_keeps_state, specs))
         self._keeps_all_blocks = all(map(_keeps_all_blocks, specs))
@@ -478,6 +480,7 @@ class HandoffScheduler(SchedulerHalf):
         # A state cannot be cut back to the tokens that are certain.
         is_exact = not self._has_state or request.num_computed_tokens == num_tokens
         can_offer = _has_whole_prompt(request) and is_exact and num_blocks <= self._max_answer_blocks
+        can_offer = can_offer and self._can_be_continued(tables, num_tokens)
         if not can_offer or not self.may_offer or not self._workers:
             self._withdraw(record, own)
             self._move(record, RequestState.ENDED)
@@ -494,6 +497,19 @@ class HandoffScheduler(SchedulerHalf):
         while sum(answer.num_blocks for answer in self._answers.values()) > self._max_answer_blocks:
             self._end_oldest_answer()
         return True, params
+
+    def _can_be_continued(self, tables: BlockTables, num_tokens: int) -> bool:
+        """Say whether all blocks are here that the token after these sees.
+
+        An engine that drafts, or schedules ahead, has computed more tokens than it tells, and for these the windows of its layers
+        have moved on: where that is past the end of a block, the engine has freed this block.
+        """
+        for table, spec in zip(tables, self._specs, strict=True):
+            if not _keeps_state(spec):
+                first = spec.first_visible_token(num_tokens) // spec.block_size
+                if _NULL_BLOCK in table[first : -(-num_tokens // spec.block_size)]:
+                    return False
+        return True
 
     def _params_of_answer(self, answered: str) -> dict[str, Any] | None:
         """Find the newest answer to a request that was sent under this id, the whole of it: who knows it may have the offer."""

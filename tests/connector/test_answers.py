@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kvferry.connector.config import KVRole
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.handoff.messages import PROTOCOL_VERSION
 from kvferry.connector.identity.content import content_digest
+from kvferry.connector.kv_cache_specs import KVCacheGroupSpec, SlidingWindowSpec
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.p2p.orders import OfferOrder, WorkerAddress
@@ -23,12 +26,18 @@ PROMPT = list(range(10))
 ANSWER = [91, 92, 93]
 
 
-def scheduler(role: KVRole = "kv_consumer", *, offers: bool = True, percent: int = 50) -> HandoffScheduler:
+def scheduler(
+    role: KVRole = "kv_consumer", *, offers: bool = True, percent: int = 50, window: int = 0
+) -> HandoffScheduler:
     config = engine_config("inproc", role=role, engine_id=role).kv_transfer
     assert config is not None
     shape = CacheShape(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     options = ConnectorOptions(offer_answer=offers, answer_pool_percent=percent)
-    made = HandoffScheduler(config, shape.kv_cache_config(), options)
+    cache = shape.kv_cache_config()
+    if window:
+        spec = SlidingWindowSpec(BLOCK_SIZE, 2, 8, torch.float32, sliding_window=window)
+        cache = replace(cache, kv_cache_groups=(KVCacheGroupSpec(("layer",), spec),))
+    made = HandoffScheduler(config, cache, options)
     made.set_handshake_metadata({0: WorkerAddress("inproc://w", epoch=77, rank=0)})
     return made
 
@@ -101,6 +110,16 @@ class TestTheOffer:
         _, params = decode(scheduler(), num_computed=len(PROMPT) + len(ANSWER))
         assert params is not None
         assert params["remote_num_tokens"] == 12
+
+    @pytest.mark.parametrize(("window", "is_offered"), [(5, True), (6, False)])
+    def test_it_is_not_made_without_a_block_that_the_next_token_sees(
+        self, window: int, is_offered: bool
+    ) -> None:
+        """An engine that drafts frees what only tokens before its last draft see: token 12 sees token 8, or 7 as well."""
+        decoder = scheduler(window=window)
+        held, params = decode(decoder, num_computed=len(PROMPT) + len(ANSWER), blocks=(0, 0, 3, 4))
+        assert (held, params is not None) == (is_offered, is_offered)
+        assert decoder.num_requests == is_offered
 
     def test_it_is_made_after_a_prompt_that_was_loaded_or_computed(self) -> None:
         decoder = scheduler()

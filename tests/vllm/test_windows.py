@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from itertools import repeat
 
 import pytest
 
+from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SHAPE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
-#: Name → family, its window or chunk, and the block size. The last two have no layer that keeps everything.
+#: Drafts of tokens that followed the same token before. Most are wrong, so their slots are computed again.
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+#: Name → family, what its configuration has, the block size, and more settings of vLLM.
 MODELS = {
-    "window 64, block 32": ("gemma3", {"sliding_window": 64}, 32),
-    "window 72, block 16": ("gemma3", {"sliding_window": 72}, 16),
-    "chunk 64, block 32": ("llama4", {"attention_chunk_size": 64}, 32),
-    "window 48, block 32, no other layers": ("mistral", {"sliding_window": 48}, 32),
+    "window 64, block 32": ("gemma3", {"sliding_window": 64}, 32, {}),
+    "window 72, block 16": ("gemma3", {"sliding_window": 72}, 16, {}),
+    "window 40, block 32": ("gemma2", {"sliding_window": 40, "tie_word_embeddings": True}, 32, {}),
+    "chunk 64, block 32": ("llama4", {"attention_chunk_size": 64}, 32, {}),
+    "chunk 96, block 32": ("llama4", {"attention_chunk_size": 96}, 32, {}),
+    "window 48, block 32, no other layers": ("mistral", {"sliding_window": 48}, 32, {}),
+    "window 64, block 32, drafts": ("gemma3", {"sliding_window": 64}, 32, {"speculative_config": DRAFTS}),
+    "chunk 64, block 32, drafts": (
+        "llama4",
+        {"attention_chunk_size": 64},
+        32,
+        {"speculative_config": DRAFTS},
+    ),
 }
 #: From less than a window to more than two, with both sides of each edge of a block.
 LENGTHS = range(2, 200)
@@ -23,25 +37,42 @@ LENGTHS = range(2, 200)
 BATCH = 33
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: The reference engine has no drafts.
+CASES = [
+    pytest.param((host, *case), id=f"{host}, {name}")
+    for host in ("vllm", "reference")
+    for name, case in MODELS.items()
+    if host == "vllm" or not case[-1]
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request):
-    return MODELS[request.param]
+    return request.param
 
 
-@pytest.fixture(scope="module", params=["vllm", "reference"])
-def running_pair(request, case, start_module_pair, tmp_path_factory):
+@pytest.fixture(scope="module")
+def running_pair(case, start_module_pair, tmp_path_factory):
     from tests.support.tiny_models import write_tiny_model
 
-    family, look_back, block_size = case
+    host, family, look_back, block_size, more = case
     model = write_tiny_model(tmp_path_factory.mktemp("windows"), family, **SHAPE, **look_back)
     return start_module_pair(
         model=model,
-        host=request.param,
+        host=host,
         block_size=block_size,
         num_gpu_blocks_override=1024,
         max_num_seqs=BATCH,
         max_num_batched_tokens=128,  # so that most prompts are computed in chunks, and beside others
-        extra={"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40},
+        extra={
+            "lease_s": 60,
+            "connect_timeout_s": 40,
+            "claim_timeout_s": 40,
+            "offer_answer": True,
+            "answer_lease_s": 60,
+            "answer_pool_percent": 100,
+        },
+        **more,
     )
 
 
@@ -53,20 +84,80 @@ def _batches():
     return [LENGTHS[first : first + BATCH] for first in range(0, len(LENGTHS), BATCH)]
 
 
-def _hand_over(pair, offered, prompts):
-    answers = pair.answers(pair.prefill, offered, 1, repeat({"do_remote_decode": True}))
-    return pair.answers(pair.decode, prompts, 8, [answer["params"] for answer in answers])
+def _hand_over(pair, offered, prompts, *, answers=None, is_answer_offered=False):
+    """Return the decode node's answers to prompts, the beginnings of which the prefill node has computed.
+
+    Args:
+        answers: Which the prefill node loads.
+    """
+    loads = [answer["params"] or {} for answer in answers or ()] or repeat({})
+    wishes = [{**load, "do_remote_decode": True} for load, _ in zip(loads, offered, strict=False)]
+    offers = [answer["params"] for answer in pair.answers(pair.prefill, offered, 1, wishes)]
+    return pair.answers(
+        pair.decode, prompts, 8, [{**offer, "offer_answer": is_answer_offered} for offer in offers]
+    )
+
+
+def _hand_over_at_once(pair, prompts):
+    """The same, with both nodes asked at once: the decode node loads what the prefill node has computed so far."""
+    offer = pair.prefilled([7] * 40)  # says where the prefill node is
+    names = [(next(pair.names), next(pair.names)) for _ in prompts]
+    for tokens, (here, there) in zip(prompts, names, strict=True):
+        name = draw_rendezvous_name()
+        claim = {**rendezvous_params(name, offer), "offer_answer": False}
+        pair.decode.start(there, tokens, 8, claim)
+        pair.prefill.start(here, tokens, 1, {"do_remote_decode": True, "rendezvous": name})
+    answers = [pair.decode.result(there) for _, there in names]
+    for here, _ in names:
+        pair.prefill.result(here)
+    release = {**offer, "do_remote_prefill": False, "do_release": True}
+    pair.prefill.ask(next(pair.names), [3], params=release)
+    return answers
+
+
+@contextmanager
+def _loading(node, prompts):
+    """Fail unless the node loads what is offered for each of these prompts."""
+    before = node.order("figures")
+    yield
+    after = node.order("figures")
+    assert after["num_loads"] - before["num_loads"] == len(prompts)
+    assert after["num_failures"] == before["num_failures"]
 
 
 @pytest.mark.parametrize("batch", _batches(), ids=lambda batch: f"{batch[0]} to {batch[-1]}")
 def test_prompts_of_every_length(pair, batch):
     prompts = _prompts(batch)
-    before = pair.decode.order("figures")
-    answers = _hand_over(pair, prompts, prompts)
-    after = pair.decode.order("figures")
-    assert after["num_loads"] - before["num_loads"] == len(prompts)
-    assert after["num_failures"] == before["num_failures"]
+    with _loading(pair.decode, prompts):
+        answers = _hand_over(pair, prompts, prompts)
     pair.assert_all_like_alone(prompts, answers)
+
+
+@pytest.mark.parametrize("batch", _batches()[-1:], ids=lambda batch: f"{batch[0]} to {batch[-1]}")
+class TestOtherWays:
+    """Each length of a prompt of several chunks, up to a whole block."""
+
+    def test_prompts_that_both_nodes_get_at_once(self, pair, batch):
+        prompts = _prompts(batch, seed=4)
+        with _loading(pair.decode, prompts):
+            answers = _hand_over_at_once(pair, prompts)
+        pair.assert_all_like_alone(prompts, answers)
+
+    def test_answers_that_go_back(self, pair, case, batch):
+        prompts = _prompts(batch, seed=5)
+        answers = _hand_over(pair, prompts, prompts, is_answer_offered=True)
+        pair.prefill.order("forget")
+        turns = [
+            [*prompt, *answer["tokens"], 1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        offered = [answer for answer in answers if answer["params"]]
+        # Where drafts have moved a window past the end of a block, its block is gone: one length for each token, at most.
+        has_drafts = bool(case[-1])
+        assert len(prompts) - len(offered) <= has_drafts * (1 + DRAFTS["num_speculative_tokens"])
+        with _loading(pair.prefill, offered):
+            again = _hand_over(pair, turns, turns, answers=answers)
+        pair.assert_all_like_alone(prompts, answers)
+        pair.assert_all_like_alone(turns, again)
 
 
 @pytest.mark.parametrize("batch", _batches()[-2:], ids=lambda batch: f"{batch[0]} to {batch[-1]}")
