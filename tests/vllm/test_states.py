@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 #: Family → its shape. vLLM's CPU attention needs heads of 32 elements.
 MODELS = {
     "granitemoehybrid": {"hidden_size": 128, "head_dim": 32, "mamba_d_head": 32},
+    "falcon_h1": {"hidden_size": 128, "head_dim": 32, "mamba_d_head": 32, "mamba_d_ssm": 128},
     "mamba2": {"intermediate_size": 128},
 }
 
@@ -23,7 +25,9 @@ def running_pair(request, start_module_pair, tmp_path_factory):
     shape = {"max_position_embeddings": 2048, **MODELS[request.param]}
     model = write_tiny_model(tmp_path_factory.mktemp("states"), request.param, **shape)
     # With prefix caching vLLM 0.32 keeps a state for each block, and its kernels for CPUs fail.
-    return start_module_pair(model=model, enable_prefix_caching=False)
+    return start_module_pair(
+        model=model, enable_prefix_caching=False, max_num_batched_tokens=128, extra={"lease_s": 20}
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [2, 33, 64, 400])
@@ -36,6 +40,17 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     assert answer["reason"] == "length"
     assert pair.decode.order("figures")["num_loads"] == before + 1
     pair.assert_like_alone(tokens, answer)
+
+
+@pytest.mark.parametrize("lengths", [range(2, 35), range(123, 133)], ids=lambda lengths: f"{lengths[0]} on")
+def test_prompts_of_every_length(pair, prompt, lengths):
+    """Across the end of a block, and of a chunk of a prompt; the pool has room for all of them."""
+    prompts = [prompt(length, seed=1) for length in lengths]
+    before = pair.decode.order("figures")["num_loads"]
+    offers = pair.answers(pair.prefill, prompts, 1, repeat({"do_remote_decode": True}))
+    answers = pair.answers(pair.decode, prompts, 8, [offer["params"] for offer in offers])
+    assert pair.decode.order("figures")["num_loads"] - before == len(prompts)
+    pair.assert_all_like_alone(prompts, answers)
 
 
 def test_a_prompt_longer_than_the_offer_is_continued(pair, prompt):
