@@ -81,8 +81,14 @@ def assert_same(
 
         assert len(answer.logprobs) == len(answer)
         expected = reference(family, prompt, num_tokens)
-        scores = {"logprobs": answer.logprobs, "expected_logprobs": expected.logprobs}
-        assert_same_answer(prompt, answer, expected, ask, **scores)
+        assert_same_answer(
+            prompt,
+            answer,
+            expected,
+            ask,
+            logprobs=answer.logprobs,
+            expected_logprobs=expected.logprobs,
+        )
 
     return check
 

@@ -23,7 +23,7 @@ class Answer(list[int]):
         logprobs: One per token; empty if they were not asked for.
     """
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __init__(self, tokens: Iterable[int] = (), logprobs: Iterable[float] = ()) -> None:
         super().__init__(tokens)

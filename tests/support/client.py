@@ -165,8 +165,14 @@ def assert_answers_like(
     """
     ask = ask_alone(single, **fields)
     expected = ask(prompt, max_tokens)
-    scores = {"logprobs": answer.logprobs, "expected_logprobs": expected.logprobs}
-    assert_same_answer(prompt, answer, expected.token_ids, ask, **scores)
+    assert_same_answer(
+        prompt,
+        answer,
+        expected.token_ids,
+        ask,
+        logprobs=answer.logprobs,
+        expected_logprobs=expected.logprobs,
+    )
 
 
 def completion_body(prompt: str | Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:
