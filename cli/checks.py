@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
-from kvferry.transports._copy import IS_COMPILED, IS_ORDERED
-from kvferry.transports._machine import memory_of_this_process
+from kvferry.transports.copying import IS_COMPILED, IS_ORDERED
+from kvferry.transports.machine import memory_of_this_process
 
 #: `ok`; `note`: works, but something would be better otherwise; `missing`: this machine has none; `failed`: it is broken.
 Grade = Literal["ok", "note", "missing", "failed"]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.transports import Segment
-from kvferry.transports._cuda import Driver
+from kvferry.transports.cuda_driver import Driver
 
 Words = npt.NDArray[np.int64]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, get_args
 
-from ..transports._options import from_mapping, require_valid
 from ..transports.checked import text
 from ..transports.errors import ConfigurationError
+from ..transports.options import from_mapping, require_valid
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, ClassVar
 
-from ..transports._loading import load_class
-from ..transports._options import unknown_key
 from ..transports.errors import ConfigurationError, KVTransferStateError
+from ..transports.loading import load_class
+from ..transports.options import unknown_key
 from .base import KVConnectorBase, KVConnectorRole
 
 if TYPE_CHECKING:

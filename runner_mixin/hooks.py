@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
-from ..transports._limited_log import LimitedLog
-from ..transports._outside import log_traceback
+from ..transports.limited_log import LimitedLog
+from ..transports.outside import log_traceback
 from . import state
 from .forward_context import get_forward_context
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from ..transports._machine import memory_of_this_process
 from ..transports.errors import ConfigurationError, KVTransferStateError
+from ..transports.machine import memory_of_this_process
 from . import state
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..connector.base import KVConnectorBase, KVConnectorRole, WorkerHalf
-from ..transports._limited_log import LimitedLog
-from ..transports._outside import bug_log
 from ..transports.errors import KVTransferStateError
+from ..transports.limited_log import LimitedLog
+from ..transports.outside import bug_log
 
 if TYPE_CHECKING:
     from ..connector.config import EngineConfig

@@ -13,7 +13,7 @@ import pytest
 pytest_plugins = ["kvferry.transports.testing.leaks", "pytester"]
 
 pytest.register_assert_rewrite(
-    "kvferry.connector.handoff.testing", "kvferry.connector.testing", "kvferry.transports.testing"
+    "tests.support.handoff_simulator", "kvferry.connector.testing", "kvferry.transports.testing"
 )
 
 if find_spec("hypothesis") is not None:  # the venv with vLLM has none

@@ -11,8 +11,6 @@ if __name__ != "kvferry.transports":  # the same file under a second name would 
     raise ImportError("import kvferry.transports, not transports: `pip install -e .` first")
 
 from ._memory import WordTable, private_arena, require_host
-from ._options import parse_options, require_valid
-from ._outside import outside
 from ._slices import SliceLimits, SlicePlan
 from .base import (
     MAX_MESSAGE_BYTES,
@@ -28,6 +26,8 @@ from .base import (
     Transport,
 )
 from .endpoint import Backend, HandshakeLimits, Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from .options import parse_options, require_valid
+from .outside import outside
 from .regions import Guard, Pool, RegionPairs, Segment
 from .serving import (
     MAX_SIZES_BYTES,

@@ -6,7 +6,7 @@ import ctypes
 import time
 from typing import Final
 
-from ._copy import busy_poll
+from .copying import busy_poll
 
 #: Releases the GIL, which `os.sched_yield` keeps before Python 3.12.
 _sched_yield: Final = ctypes.CDLL(None).sched_yield

@@ -11,10 +11,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ._copy import load_word, store_word
-from ._machine import memory_of_this_process
 from .base import Arena, GuardTable
+from .copying import load_word, store_word
 from .errors import ConfigurationError, RegionError
+from .machine import memory_of_this_process
 from .regions import Guard, Pool, Segment
 
 HUGE_PAGE_BYTES = 2 << 20

@@ -61,8 +61,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ._options import parse_options
 from .errors import KVTransferError
+from .options import parse_options
 from .regions import Guard, Pool, RegionPairs, Segment
 
 #: The longest control message. `send` refuses longer ones, and a peer that announces one is dropped.

@@ -12,7 +12,7 @@ raises `Refused` if its fields do not fit together.
 
 There are three ways to use such a class, each with the errors of its caller: `Record.read` for a peer's messages, which
 must have exactly these fields; `Record.read_known` for a mapping that may have others; and `require_valid` for options,
-which are checked however they were made (`_options`). Sizes are checked before contents, because a peer chooses both.
+which are checked however they were made (`options`). Sizes are checked before contents, because a peer chooses both.
 """
 
 from __future__ import annotations

@@ -46,8 +46,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ._limited_log import LimitedLog
-from ._outside import log_traceback, outside, survived, typed
 from .base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -70,6 +68,8 @@ from .errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
+from .limited_log import LimitedLog
+from .outside import log_traceback, outside, survived, typed
 from .regions import Guard, Pool, RegionPairs
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from ._copy import copy_regions
+from .copying import copy_regions
 from .endpoint import Backend, Peer, PeerTable, Read
 from .errors import (
     BackpressureError,

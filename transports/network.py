@@ -15,10 +15,10 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, Self, cast
 from urllib.parse import urlsplit
 
-from ._outside import outside, typed
 from .checked import integer, seconds
 from .endpoint import C, Peer, PeerTable
 from .errors import BackpressureError, ConfigurationError, KVTransferError, PeerLostError
+from .outside import outside, typed
 from .serving import HandshakeOptions
 from .streams import FrameSocket, Poller, StreamBackend
 

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ._copy import locate_regions, sum_words
+from .copying import locate_regions, sum_words
 from .errors import RegionError
 
 #: Main memory, or memory of a GPU.

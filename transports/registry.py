@@ -12,11 +12,11 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Final, cast
 
-from ._loading import load_class
-from ._options import unknown_key
-from ._outside import outside
 from .base import Transport
 from .errors import ConfigurationError
+from .loading import load_class
+from .options import unknown_key
+from .outside import outside
 
 ENTRY_POINT_GROUP: Final = "kvferry.transports"
 

@@ -15,17 +15,17 @@ from typing import Annotated, Any, Final, Self, cast
 
 import numpy as np
 
-from ._copy import sum_lengths
-from ._limited_log import LimitedLog
 from ._memory import WordTable, private_arena, require_guard, require_host
-from ._movers import HostMover, Mover
-from ._options import parse_options, require_valid
-from ._outside import outside
 from ._slices import SliceLimits
 from .base import MAX_MESSAGE_BYTES, Arena, Endpoint
 from .checked import integer, seconds
+from .copying import sum_lengths
 from .endpoint import Backend, C, HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport, Read
 from .errors import ConfigurationError, ProtocolError, RegionError, StaleRegionError
+from .limited_log import LimitedLog
+from .movers import HostMover, Mover
+from .options import parse_options, require_valid
+from .outside import outside
 from .regions import AddressArray, Guard, Int64Array, Pool, Segment
 
 _MAX_SEGMENTS: Final = 65536
@@ -155,7 +155,7 @@ def mover_for(pool: Pool, buffer_bytes: int, staging_bytes: int) -> Mover:
     """
     if pool.kind == "host":
         return HostMover(buffer_bytes)
-    from ._cuda_mover import CudaMover  # a process without a GPU never needs it
+    from .cuda_mover import CudaMover  # a process without a GPU never needs it
 
     return CudaMover(pool, buffer_bytes, staging_bytes)
 

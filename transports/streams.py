@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from ._limited_log import LimitedLog
-from ._outside import survived, typed
 from .checked import printable
 from .endpoint import Backend, C, Peer, PeerEndpoint, PeerState, PeerTable
 from .errors import (
@@ -39,6 +37,8 @@ from .errors import (
     TransportClosedError,
     VersionMismatchError,
 )
+from .limited_log import LimitedLog
+from .outside import survived, typed
 from .sums import SUM_BYTES, require_sum, sum_of
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvferry.transports._cuda_mover import CudaMover
+from kvferry.transports.cuda_mover import CudaMover
 from kvferry.transports.regions import Pool
 from tests.support.gpu_memory import allocate, stand_in_driver
 

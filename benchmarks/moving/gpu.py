@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.transports import RegionPairs
-from kvferry.transports._cuda_mover import CudaMover
-from kvferry.transports._movers import Ticket
+from kvferry.transports.cuda_mover import CudaMover
+from kvferry.transports.movers import Ticket
 from kvferry.transports.regions import Pool as TransportPool
 from tests.support.gpu_memory import Memory, PoolNode, allocate, stand_in_driver
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from kvferry.transports._copy import IS_COMPILED
+from kvferry.transports.copying import IS_COMPILED
 
 from .idle_peers import IdlePeers
 from .results import Result

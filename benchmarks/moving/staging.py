@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.transports._movers import HostMover, Ring, StagingBuffer
+from kvferry.transports.movers import HostMover, Ring, StagingBuffer
 from kvferry.transports.regions import Pool
 
 from .contender import pool_memory

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ...transports._options import INTERNAL, require_valid
 from ...transports.checked import integer, seconds
 from ...transports.errors import ConfigurationError
+from ...transports.options import INTERNAL, require_valid
 
 Seconds = Annotated[float, seconds()]
 Count = Annotated[int, integer(1)]

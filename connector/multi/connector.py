@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, cast
 
-from ...transports._options import from_mapping, require_known, require_valid
 from ...transports.checked import text
 from ...transports.errors import ConfigurationError
+from ...transports.options import from_mapping, require_known, require_valid
 from ..base import KVConnectorBase
 from ..config import KVTransferConfig
 from ..factory import KVConnectorFactory

@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from ...transports._limited_log import LimitedLog
-from ...transports._outside import bug_log, log_traceback, survived, undocumented, unexpected
 from ...transports.base import (
     Connected,
     Endpoint,
@@ -44,6 +42,8 @@ from ...transports.errors import (
     TransportClosedError,
     UnexpectedError,
 )
+from ...transports.limited_log import LimitedLog
+from ...transports.outside import bug_log, log_traceback, survived, undocumented, unexpected
 from ..errors import RendezvousError
 from ..handoff.events import (
     Action,

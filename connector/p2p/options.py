@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
-from ...transports._options import option_names, require_known, require_valid
 from ...transports.checked import Refused, integer, shown
 from ...transports.errors import ConfigurationError
+from ...transports.options import option_names, require_known, require_valid
 from ..handoff.config import HandoffConfig
 
 _TIMING_KEYS = option_names(HandoffConfig)

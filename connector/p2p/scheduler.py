@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
-from ...transports._limited_log import LimitedLog
 from ...transports.errors import ConfigurationError, KVTransferStateError
+from ...transports.limited_log import LimitedLog
 from ..base import KVConnectorHandshakeMetadata, SchedulerHalf
 from ..errors import ConnectorError, RendezvousError
 from ..handoff.events import BlockTables, GroupBlocks, RemoteOffer

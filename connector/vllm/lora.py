@@ -10,7 +10,7 @@ import secrets
 from functools import lru_cache
 from typing import Any
 
-from ...transports._limited_log import LimitedLog
+from ...transports.limited_log import LimitedLog
 
 # Any client can cause this line, so it is limited.
 _log = LimitedLog(logging.getLogger(__name__), max_lines=1, interval_s=60.0)

@@ -22,9 +22,9 @@ from kvferry.cli.main import commands_of, make_parser
 from kvferry.cli.programs import PROGRAMS
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.p2p.options import ConnectorOptions
-from kvferry.transports._options import option_names
 from kvferry.transports.checked import Refused, record
 from kvferry.transports.network import NetworkOptions
+from kvferry.transports.options import option_names
 from kvferry.transports.registry import BUILT_IN, load_transport
 from kvferry.transports.serving import HandshakeOptions
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ...connector.base import KVConnectorMetadata, SchedulerHalf, SchedulerOutput
 from ...connector.output import KVConnectorOutput
-from ...transports._outside import bug_log, log_traceback
+from ...transports.outside import bug_log, log_traceback
 from .errors import StepFailedError, reason_of
 from .request import Request
 from .types import TransferHealth

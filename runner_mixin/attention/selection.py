@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...transports._loading import load_class
 from ...transports.errors import BackendUnavailableError, ConfigurationError
+from ...transports.loading import load_class
 from .backend import AttentionBackend
 
 if TYPE_CHECKING:

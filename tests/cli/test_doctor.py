@@ -21,7 +21,7 @@ from kvferry.cli.path_table import PATHS, path_of
 from kvferry.cli.paths import Child, Job, ProcessEndedError, Shape, Source, do
 from kvferry.cli.remote import Listener
 from kvferry.transports.registry import BUILT_IN
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 
 QUICK = ["--seconds", "0.02"]
 

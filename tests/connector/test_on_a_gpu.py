@@ -46,7 +46,7 @@ from kvferry.connector.testing import (
 from kvferry.transports.auto import transport as auto_transport
 from kvferry.transports.regions import Pool
 from kvferry.transports.shm import SharedMemoryTransport
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
+from tests.support.cuda_stand_in import CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools
 from tests.support.handoff_orders import ordered
 

@@ -22,7 +22,7 @@ from kvferry.connector.p2p import loop, worker
 from kvferry.connector.p2p.computed import Mark
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
-from kvferry.transports._outside import bug_log, log_traceback
+from kvferry.transports.outside import bug_log, log_traceback
 
 pytestmark = pytest.mark.usefixtures("short_backoffs")
 

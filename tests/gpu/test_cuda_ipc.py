@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.p2p.computed import mark_computed
-from kvferry.transports import PeerLost, _cuda
+from kvferry.transports import PeerLost, cuda_driver
 from kvferry.transports.testing import pairs_of
 from tests.support.gpu_memory import NUM_SEGMENTS, SEGMENT_BYTES, PoolNode, StartChild, pattern
 from tests.support.gpu_offers import sleep_on
@@ -45,12 +45,12 @@ def test_bytes_of_another_process_arrive(
     assert np.array_equal(reader.read()[5 : SEGMENT_BYTES - 1995], pattern(1000, SEGMENT_BYTES - 2000))
 
 
-@pytest.fixture(params=[_cuda._BATCH_VERSION, 1], ids=["in one batch", "one by one"])
+@pytest.fixture(params=[cuda_driver._BATCH_VERSION, 1], ids=["in one batch", "one by one"])
 def launching_reader(
     request: pytest.FixtureRequest, gpu_place: str, gpu_driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PoolNode]:
     """A reader whose driver has `cuMemcpyBatchAsync`, or seems not to have it."""
-    monkeypatch.setattr(_cuda, "_BATCH_VERSION", request.param)
+    monkeypatch.setattr(cuda_driver, "_BATCH_VERSION", request.param)
     node = PoolNode(gpu_place, "shm", SEGMENT_BYTES, NUM_SEGMENTS)
     yield node
     node.close()

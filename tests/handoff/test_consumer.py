@@ -32,7 +32,16 @@ from kvferry.connector.handoff.messages import (
     Revoke,
     Welcome,
 )
-from kvferry.connector.handoff.testing.load_states import (
+from kvferry.transports.errors import (
+    KVTransferError,
+    PeerLostError,
+    ProtocolError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from kvferry.transports.regions import Guard
+from tests.support.handoff_simulator.load_states import (
     BLOCKS,
     GRANT,
     OFFER,
@@ -47,15 +56,6 @@ from kvferry.connector.handoff.testing.load_states import (
     only_message,
     reading,
 )
-from kvferry.transports.errors import (
-    KVTransferError,
-    PeerLostError,
-    ProtocolError,
-    StaleRegionError,
-    TransferTimeoutError,
-    TransportClosedError,
-)
-from kvferry.transports.regions import Guard
 from tests.support.ranks import ONLY_RANK
 
 before_reading = pytest.mark.parametrize("reach", [connecting, claiming, granted])

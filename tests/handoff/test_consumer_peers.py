@@ -33,7 +33,20 @@ from kvferry.connector.handoff.messages import (
     Revoke,
     Welcome,
 )
-from kvferry.connector.handoff.testing.load_states import (
+from kvferry.connector.planning.layout import draft_layer_name, uniform_layout
+from kvferry.transports.errors import (
+    ConfigurationError,
+    ForeignTransportError,
+    IncompatiblePeerError,
+    KVTransferError,
+    KVTransferStateError,
+    PeerLostError,
+    ProtocolError,
+    RegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from tests.support.handoff_simulator.load_states import (
     ADDRESS,
     BLOCKS,
     GRANT,
@@ -48,19 +61,6 @@ from kvferry.connector.handoff.testing.load_states import (
     only_end,
     only_message,
     reading,
-)
-from kvferry.connector.planning.layout import draft_layer_name, uniform_layout
-from kvferry.transports.errors import (
-    ConfigurationError,
-    ForeignTransportError,
-    IncompatiblePeerError,
-    KVTransferError,
-    KVTransferStateError,
-    PeerLostError,
-    ProtocolError,
-    RegionError,
-    TransferTimeoutError,
-    TransportClosedError,
 )
 from tests.support.ranks import ONLY_RANK
 

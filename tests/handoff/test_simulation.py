@@ -17,15 +17,15 @@ from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
 from kvferry.connector.handoff.loads import Verdict
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.handoff.testing import (
+from kvferry.transports.regions import Guard
+from tests.support.handoff_simulator import (
     PromiseBroken,
     Simulation,
     Spread,
     explore,
     explore_without_faults,
 )
-from kvferry.connector.handoff.testing.simulated import BLOCK_SIZE
-from kvferry.transports.regions import Guard
+from tests.support.handoff_simulator.simulated import BLOCK_SIZE
 
 
 def test_promises_hold_in_thousands_of_schedules() -> None:

@@ -15,12 +15,12 @@ from kvferry.connector.handoff.loads import LOAD_TRANSITIONS, Load, LoadState, V
 from kvferry.connector.handoff.messages import Claim, Grant, Release
 from kvferry.connector.handoff.offers import OFFER_TRANSITIONS, ConsumerPeer, Offer, OfferState
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.handoff.testing import PromiseBroken, Simulation, explore
-from kvferry.connector.handoff.testing.load_states import GRANT, OFFER
 from kvferry.connector.p2p.scheduler import RequestState
 from kvferry.reference.engine.handoffs import Hold
 from kvferry.reference.engine.request import RequestStatus
 from kvferry.transports.errors import KVTransferStateError
+from tests.support.handoff_simulator import PromiseBroken, Simulation, explore
+from tests.support.handoff_simulator.load_states import GRANT, OFFER
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 #: A lease number. It must not be shown, because a peer that knows it can read the offer.

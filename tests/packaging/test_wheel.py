@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 IGNORED = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*cache")
 
 #: Prints where kvferry came from, and whether with its compiled part.
-WHERE = "import kvferry, kvferry.transports._copy as copy; print(kvferry.__file__, copy.IS_COMPILED)"
+WHERE = "import kvferry, kvferry.transports.copying as copy; print(kvferry.__file__, copy.IS_COMPILED)"
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transports._cuda import Driver
 from kvferry.transports.base import Connected, Endpoint, Event, TransferEnded, Transport
+from kvferry.transports.cuda_driver import Driver
 from kvferry.transports.regions import Guard, Pool, RegionPairs, Segment
 from kvferry.transports.registry import create_transport
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
+from tests.support.cuda_stand_in import CudaDriverStandIn
 
 Bytes = npt.NDArray[np.uint8]
 

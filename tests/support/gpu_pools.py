@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvferry.connector.p2p import registration, worker
-from kvferry.transports._cuda_mover import CudaMover, PinnedRing
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.base import Arena
+from kvferry.transports.cuda_mover import CudaMover, PinnedRing
 from kvferry.transports.regions import Pool, Segment
 from kvferry.transports.serving import HostTransport
 from kvferry.transports.shm import SharedMemoryTransport
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
+from tests.support.cuda_stand_in import CudaDriverStandIn
 
 
 @contextmanager

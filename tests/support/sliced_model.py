@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.transports import sliced
-from kvferry.transports._movers import Mover, Ring, StagingBuffer, Ticket
 from kvferry.transports._slices import SlicePlan
 from kvferry.transports.errors import ChecksumError, KVTransferError, StaleRegionError, TransportError
+from kvferry.transports.movers import Mover, Ring, StagingBuffer, Ticket
 from kvferry.transports.regions import AddressArray, Guard, Int64Array
 from kvferry.transports.sliced import SliceState, Transfer, Verdict
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from kvferry.transports._options import INTERNAL, option_names, parse_options, require_valid
 from kvferry.transports.checked import Record, Refused, each, integer, integers, seconds, shown, text
 from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.options import INTERNAL, option_names, parse_options, require_valid
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvferry.transports import Connected, PeerLost
-from kvferry.transports._limited_log import LimitedLog
 from kvferry.transports.errors import BackpressureError, ConfigurationError, PeerLostError
+from kvferry.transports.limited_log import LimitedLog
 from kvferry.transports.registry import BUILT_IN, create_transport
 from kvferry.transports.testing import World, built_in
 from kvferry.transports.ucx.library import Worker

@@ -19,26 +19,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.transports import _copy, _copy_python
+from kvferry.transports import _copy_python, copying
 
 # Imported dynamically, because mypy finds its stub only next to the compiled file, which needs a compiler.
-native = importlib.import_module("kvferry.transports._native") if _copy.IS_COMPILED else None
+native = importlib.import_module("kvferry.transports._native") if copying.IS_COMPILED else None
 needs_native = pytest.mark.skipif(native is None, reason="kvferry was installed without a C compiler")
 
 COPIES = [
-    pytest.param(_copy.copy_regions, id="chosen"),
+    pytest.param(copying.copy_regions, id="chosen"),
     pytest.param(_copy_python.copy_regions, id="python"),
 ]
 GATHERS = [
-    pytest.param(_copy.gather_regions, _copy.scatter_regions, id="chosen"),
+    pytest.param(copying.gather_regions, copying.scatter_regions, id="chosen"),
     pytest.param(_copy_python.gather_regions, _copy_python.scatter_regions, id="python"),
 ]
 LOCATES = [
-    pytest.param(_copy.locate_regions, id="chosen"),
+    pytest.param(copying.locate_regions, id="chosen"),
     pytest.param(_copy_python.locate_regions, id="python"),
 ]
 READS = [
-    pytest.param(_copy.read_regions_of, id="chosen"),
+    pytest.param(copying.read_regions_of, id="chosen"),
     pytest.param(_copy_python.read_regions_of, id="python"),
 ]
 
@@ -141,7 +141,7 @@ def test_unmapped_memory_is_an_error(read: object) -> None:
         read(2**30, *arguments)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("add", [_copy.sum_lengths, _copy_python.sum_lengths], ids=["chosen", "python"])
+@pytest.mark.parametrize("add", [copying.sum_lengths, _copy_python.sum_lengths], ids=["chosen", "python"])
 def test_lengths_from_a_peer_are_added_up_only_if_all_are_in_bounds(
     add: Callable[[npt.NDArray[np.int64], int], int],
 ) -> None:
@@ -152,7 +152,7 @@ def test_lengths_from_a_peer_are_added_up_only_if_all_are_in_bounds(
         assert add(np.array(lengths, dtype=np.int64), most) == -1
 
 
-@pytest.mark.parametrize("add", [_copy.sum_words, _copy_python.sum_words], ids=["chosen", "python"])
+@pytest.mark.parametrize("add", [copying.sum_words, _copy_python.sum_words], ids=["chosen", "python"])
 def test_words_are_added_up_as_numpy_does(add: object) -> None:
     table = np.array([[5, 2**62, -1], [7, 2**62, -(2**40)]])
     for column in (*table.T, table.ravel(), table[:0, 0]):
@@ -164,11 +164,11 @@ def test_words_are_stored_and_loaded() -> None:
     table = np.zeros(3, dtype=np.int64)
     address = table.ctypes.data + 8
     for value in (0, 1, 2**63 - 1, 0):
-        _copy.store_word(address, value)
+        copying.store_word(address, value)
         assert table.tolist() == [0, value, 0]
-        assert _copy.load_word(address) == _copy_python.load_word(address) == value
+        assert copying.load_word(address) == _copy_python.load_word(address) == value
     _copy_python.store_word(address, 5)
-    assert _copy.load_word(address) == 5
+    assert copying.load_word(address) == 5
 
 
 @needs_native
@@ -223,7 +223,7 @@ for transport in transports:
 # -- copies on a stream of a GPU ------------------------------------------------------------------------
 
 LAUNCHERS = [
-    pytest.param(_copy.copy_on_stream, id="chosen"),
+    pytest.param(copying.copy_on_stream, id="chosen"),
     pytest.param(_copy_python.copy_on_stream, id="python"),
 ]
 _MEMCPY = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_uint64,) * 4)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.transports import _cuda
+from kvferry.transports import cuda_driver
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.base import Arena, PeerLost, Route, Transport
@@ -36,10 +36,10 @@ from kvferry.transports.shm.cuda import CudaDevice
 from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
 from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
 from kvferry.transports.testing import TransportConformance, World, pairs_of
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 from kvferry.transports.testing.harness import Link, Node
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 
-PEER = Path(__file__).parent / "children" / "gpu_peer.py"
+ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.gpu_peer"
 PAGE = 4096
 HELD = Guard(3, 9)
 SCATTERED = pairs_of(*((slot * PAGE, slot * PAGE, 100) for slot in range(64)))
@@ -191,8 +191,10 @@ def test_a_read_of_many_regions_is_launched_by_one_call_and_awaited_by_one(
 ) -> None:
     driver.version = version
     calls_from_python = []
-    in_c = _cuda.copy_on_stream
-    monkeypatch.setattr(_cuda, "copy_on_stream", lambda *args: calls_from_python.append(args) or in_c(*args))
+    in_c = cuda_driver.copy_on_stream
+    monkeypatch.setattr(
+        cuda_driver, "copy_on_stream", lambda *args: calls_from_python.append(args) or in_c(*args)
+    )
     producer, consumer = make_node(0), make_node(0)
     producer.fill(1)
     link = world.link(producer, consumer)
@@ -225,7 +227,7 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
 ) -> None:
     """The guard still holds, and the socket may not signal the loss yet, but other data may be in the memory by now."""
     child = subprocess.Popen(
-        [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", PEER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         consumer = make_node(0)
@@ -466,13 +468,13 @@ def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:
     assert len(real.CUuuid().bytes) == 16
     flags = (
         (real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, cuda._IPC_LAZY_ENABLE_PEER_ACCESS),
-        (real.CUstream_flags.CU_STREAM_NON_BLOCKING, _cuda.STREAM_NON_BLOCKING),
-        (real.CUevent_flags.CU_EVENT_DISABLE_TIMING, _cuda.EVENT_DISABLE_TIMING),
-        (real.CUevent_flags.CU_EVENT_BLOCKING_SYNC, _cuda.EVENT_BLOCKING_SYNC),
-        (real.CU_MEMHOSTALLOC_PORTABLE, _cuda.MEMHOSTALLOC_PORTABLE),
+        (real.CUstream_flags.CU_STREAM_NON_BLOCKING, cuda_driver.STREAM_NON_BLOCKING),
+        (real.CUevent_flags.CU_EVENT_DISABLE_TIMING, cuda_driver.EVENT_DISABLE_TIMING),
+        (real.CUevent_flags.CU_EVENT_BLOCKING_SYNC, cuda_driver.EVENT_BLOCKING_SYNC),
+        (real.CU_MEMHOSTALLOC_PORTABLE, cuda_driver.MEMHOSTALLOC_PORTABLE),
     )
     for theirs, ours in flags:
         assert int(theirs) == ours
     attributes = real.CUmemcpyAttributes()
     attributes.srcAccessOrder = real.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    assert ctypes.string_at(attributes.getPtr(), 24) == bytes(_cuda._IN_STREAM_ORDER)
+    assert ctypes.string_at(attributes.getPtr(), 24) == bytes(cuda_driver._IN_STREAM_ORDER)

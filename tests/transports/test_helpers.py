@@ -23,8 +23,8 @@ from kvferry.transports import (
     encode_sizes,
     private_arena,
 )
-from kvferry.transports._movers import HostMover
 from kvferry.transports.errors import ConfigurationError, ProtocolError
+from kvferry.transports.movers import HostMover
 from kvferry.transports.network import HostPort
 from kvferry.transports.regions import Int64Array
 from kvferry.transports.streams import Poller

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.transports import _memory
-from kvferry.transports._machine import memory_of_this_process, read_cgroup_memory, read_host_memory
 from kvferry.transports._memory import require_available
 from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.machine import memory_of_this_process, read_cgroup_memory, read_host_memory
 
 V2 = "0::{group}\n"
 V1 = "5:cpu,cpuacct:/elsewhere\n4:memory:{group}\n0::/elsewhere\n"

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.transports import Pool
-from kvferry.transports._cuda_mover import CudaMover, PinnedRing
 from kvferry.transports._memory import private_arena
-from kvferry.transports._movers import HostMover, Mover, Ticket
 from kvferry.transports.base import Arena
+from kvferry.transports.cuda_mover import CudaMover, PinnedRing
 from kvferry.transports.errors import ConfigurationError, TransportError
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
+from kvferry.transports.movers import HostMover, Mover, Ticket
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 
 POOL_BYTES = 1 << 20
 BUFFER_BYTES = 64 << 10

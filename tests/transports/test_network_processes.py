@@ -22,7 +22,7 @@ from kvferry.transports.errors import PeerLostError
 from kvferry.transports.registry import create_transport
 from tests.support.gpu_pools import GpuPools
 
-PEER = Path(__file__).parent / "children" / "network_peer.py"
+ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.network_peer"
 POOL_BYTES = 24 << 20
 HELD = Guard(3, 9)
 
@@ -114,8 +114,9 @@ def start(case: str) -> Iterator[Start]:
     scheme, options, _ = CASES[case]
 
     def start_one(*arguments: str, **more: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, str(PEER), scheme, json.dumps({**options, **more}), *arguments]
-        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        command = [sys.executable, "-m", PEER, scheme, json.dumps({**options, **more}), *arguments]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
         return processes[-1]
 
     yield start_one

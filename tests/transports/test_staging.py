@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from kvferry.transports._cuda_mover import CudaMover
 from kvferry.transports._slices import SliceLimits
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.base import Arena, Endpoint, PeerLost, Transport
+from kvferry.transports.cuda_mover import CudaMover
 from kvferry.transports.errors import (
     ConfigurationError,
     KVTransferError,
@@ -39,10 +39,10 @@ from kvferry.transports.testing import (
     World,
     pairs_of,
 )
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.zeromq import ZeroMQTransport
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 from tests.support.gpu_pools import has_all_buffers, recorded_movers
 from tests.support.promises import OwnershipAndGuards
 

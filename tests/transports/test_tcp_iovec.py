@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvferry.transports import _copy, _copy_python
+from kvferry.transports import _copy_python, copying
 from kvferry.transports.tcp import iovec
 from kvferry.transports.tcp.iovec import Iovec, Pieces, Wait
 
-needs_native = pytest.mark.skipif(not _copy.IS_COMPILED, reason="kvferry was installed without a C compiler")
+needs_native = pytest.mark.skipif(
+    not copying.IS_COMPILED, reason="kvferry was installed without a C compiler"
+)
 
 
-@pytest.mark.parametrize("functions", [_copy, _copy_python], ids=["chosen", "python"])
+@pytest.mark.parametrize("functions", [copying, _copy_python], ids=["chosen", "python"])
 @pytest.mark.parametrize(
     "sizes", [[100], [1, 70_000, 3, 200_000, 1], [64] * 3000], ids=["one", "unlike", "many"]
 )
@@ -99,7 +101,7 @@ def test_one_call_does_not_wait_for_longer_than_it_may() -> None:
         assert pieces.receive(other, Wait(epoll.fileno(), 0.001, 0.0005)) == 5
 
 
-@pytest.mark.parametrize("poll", [_copy.busy_poll, _copy_python.busy_poll], ids=["chosen", "python"])
+@pytest.mark.parametrize("poll", [copying.busy_poll, _copy_python.busy_poll], ids=["chosen", "python"])
 def test_busy_polling_ends_with_an_event_or_with_its_time(poll: Callable[[int, float, float], int]) -> None:
     one, other = socket.socketpair()
     with one, other, select.epoll() as epoll:

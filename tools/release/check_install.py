@@ -18,7 +18,7 @@ import kvferry
 import kvferry.connector
 from kvferry.connector import MultiConnector, SharedMemoryConnector
 from kvferry.transports import Connected, Guard, Pool, RegionPairs, TransferEnded
-from kvferry.transports._copy import IS_COMPILED
+from kvferry.transports.copying import IS_COMPILED
 from kvferry.transports.registry import create_transport
 
 NUM_BYTES = 1 << 20

@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
-from .._options import parse_options, require_valid
-from .._outside import outside
 from ..base import (
     Arena,
     Connected,
@@ -35,6 +33,8 @@ from ..errors import (
     PeerLostError,
     TransportClosedError,
 )
+from ..options import parse_options, require_valid
+from ..outside import outside
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import check_options, create_transport
 from ..shm import SharedMemoryTransport

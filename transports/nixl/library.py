@@ -26,9 +26,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .._copy import load_word
 from .._descriptors import Reserve
 from .._memory import WORD_BYTES, address_of
+from ..copying import load_word
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError, TransportError
 from ..regions import AddressArray, Int64Array, MemoryKind
 from .libnl import keep_libnl_apart

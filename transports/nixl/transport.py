@@ -21,14 +21,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from .._cuda import Gpu
 from .._descriptors import warn_if_few
-from .._limited_log import LimitedLog
 from .._memory import WordTable, private_arena
-from .._options import parse_options
-from .._outside import outside
 from .._slices import SliceLimits, SlicePlan
 from ..base import Arena, Endpoint
+from ..cuda_driver import Gpu
 from ..endpoint import Peer, PeerTable, PeerTransport, Read
 from ..errors import (
     ConfigurationError,
@@ -39,7 +36,10 @@ from ..errors import (
     TransferTimeoutError,
     TransportError,
 )
+from ..limited_log import LimitedLog
 from ..network import PlainStreamBackend
+from ..options import parse_options
+from ..outside import outside
 from ..regions import Pool, Segment
 from ..serving import PeerPool, RegisteredPool
 from ..streams import FrameSocket, KeepAlive, PollableEndpoint

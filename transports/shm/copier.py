@@ -23,9 +23,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .._copy import sum_words
-from .._outside import typed
+from ..copying import sum_words
 from ..errors import KVTransferError, TransferTimeoutError
+from ..outside import typed
 from ..regions import Guard
 
 #: The mechanism of a plain copy out of mapped memory.
@@ -260,7 +260,7 @@ class Copier:
                 # After the last byte of the last piece: the owner clears the guard before it reuses its memory, so a
                 # guard that holds now proves that no byte was overwritten while it was copied.
                 job.source.check(job.guard)
-            except Exception as found:  # noqa: BLE001 - as in `_copy`
+            except Exception as found:  # noqa: BLE001 - as in `copying`
                 error = typed(found, "cannot check the guard")
         self._ended.put(Ended(job.transfer_id, error, time.monotonic()))
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._cuda import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, Gpu
+from ..cuda_driver import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, Gpu
 from ..errors import ConfigurationError, TransportError
 from .copier import AddressArray, Int64Array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .._cuda import gpu_name
+from ..cuda_driver import gpu_name
 from ..errors import (
     ConfigurationError,
     IncompatiblePeerError,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .._options import INTERNAL
 from ..checked import integer, integers, refuse, seconds, string
+from ..options import INTERNAL
 from ..serving import HandshakeOptions
 from .copier import PIECE_BYTES
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._copy import copy_regions, read_regions_of
-from .._cuda import gpu_name
 from .._memory import MappedArena, WordTable, address_of
+from ..copying import copy_regions, read_regions_of
+from ..cuda_driver import gpu_name
 from ..errors import (
     ConfigurationError,
     IncompatiblePeerError,

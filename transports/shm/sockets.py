@@ -13,7 +13,6 @@ import struct
 from collections.abc import Callable
 
 from .._descriptors import remedy
-from .._outside import outside
 from ..errors import (
     BackpressureError,
     ConfigurationError,
@@ -21,6 +20,7 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
+from ..outside import outside
 from ..streams import FrameSocket
 from .hello import FRAME_LIMITS, FrameKind
 

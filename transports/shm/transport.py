@@ -10,15 +10,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .._copy import IS_ORDERED
 from .._descriptors import warn_if_few
-from .._limited_log import LimitedLog
 from .._memory import WordTable, require_guard
-from .._options import parse_options
-from .._outside import outside
 from ..base import Arena
+from ..copying import IS_ORDERED
 from ..endpoint import Peer, PeerTable, PeerTransport, Read
 from ..errors import BackendUnavailableError, ConfigurationError, KVTransferError, TransferTimeoutError
+from ..limited_log import LimitedLog
+from ..options import parse_options
+from ..outside import outside
 from ..regions import Pool
 from ..streams import FrameSocket, PollableEndpoint, StreamBackend
 from .copier import Copier, CopyJob

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from .._copy import sum_words
-from .._movers import Mover, StagingBuffer, Ticket
 from .._slices import RoundRobin, SlicePlan
+from ..copying import sum_words
 from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
+from ..movers import Mover, StagingBuffer, Ticket
 from ..regions import AddressArray, Int64Array
 from ..serving import stale
 

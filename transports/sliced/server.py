@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from .._movers import Ring, StagingBuffer, Ticket
 from ..errors import ProtocolError
+from ..movers import Ring, StagingBuffer, Ticket
 from ..regions import AddressArray, Guard, Int64Array
 from ..serving import ServedPool, require_slice
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
-from .._copy import receive_pieces, send_pieces
+from ..copying import receive_pieces, send_pieces
 from ..regions import AddressArray, Int64Array
 
 #: Bytes to be hashed are moved in portions of this many: hashing them from the processor's cache takes a third of the time.

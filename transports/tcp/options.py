@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final, Literal, Self
 
-from .._options import INTERNAL
 from ..checked import integer
 from ..errors import ConfigurationError
 from ..network import HostPort, NetworkOptions, malformed_address
+from ..options import INTERNAL
 
 SCHEME = "tcp"
 

@@ -15,8 +15,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .._limited_log import LimitedLog
 from ..errors import ConfigurationError, PeerRefusedError
+from ..limited_log import LimitedLog
 from ..network import is_loopback
 from ..tls_files import load_ca, load_chain, reason_of, require_readable, versions_of
 from .options import Address, TcpOptions

@@ -11,10 +11,10 @@ import numpy as np
 import xxhash
 
 from .. import sliced
-from .._movers import Mover, StagingBuffer
 from .._slices import SliceLimits
 from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
+from ..movers import Mover, StagingBuffer
 from ..regions import AddressArray, Int64Array
 from ..serving import ServedPool, encode_rows
 from ..sliced import SliceState, Transfer, Verdict

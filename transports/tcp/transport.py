@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from .._busy_poll import BusyPoll
 from .._descriptors import warn_if_few
-from .._movers import MAX_WAIT_S, Mover
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerState, PeerTable, Read
 from ..errors import (
@@ -23,6 +22,7 @@ from ..errors import (
     ProtocolError,
     VersionMismatchError,
 )
+from ..movers import MAX_WAIT_S, Mover
 from ..network import Found, HostStreamBackend
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool, mover_for

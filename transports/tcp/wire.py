@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from .._copy import sum_words
 from ..base import MAX_MESSAGE_BYTES
+from ..copying import sum_words
 from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
 from ..serving import (

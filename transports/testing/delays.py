@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from .._options import parse_options, require_valid
 from ..base import Endpoint, Event, PeerLost, TransferEnded
 from ..checked import integer
+from ..options import parse_options, require_valid
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import create_transport
 from .wrapping import RenamedEndpoint, WrappedTransport

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from .. import errors
-from .._options import parse_options, require_valid
 from ..checked import integer
 from ..errors import ConfigurationError, TransportError
+from ..options import parse_options, require_valid
 
 #: Calls of an endpoint, and of its guard table, that can be made to raise an undocumented exception.
 CALLS = (

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
-from .._options import parse_options
 from ..base import Endpoint, Event, GuardTable, MessageReceived, PeerLost, Route, TransferEnded
 from ..errors import (
     ChecksumError,
@@ -17,6 +16,7 @@ from ..errors import (
     PeerLostError,
     TransportClosedError,
 )
+from ..options import parse_options
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import create_transport
 from .faults import Fault, FaultOptions, Script

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from .. import _memory
-from .._copy import load_word
 from ..base import Transport
+from ..copying import load_word
 from ..regions import Guard
 from .harness import DEADLINE_S, HELD, POOL_BYTES, Link, World
 from .leaks import LeavesNothingBehind

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from .._descriptors import Reserve
-from .._outside import outside
 from ..errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -26,6 +25,7 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
+from ..outside import outside
 from .options import REMEDY, SCHEME, UCXOptions
 
 #: What `ucxx` is linked with. All other libraries of UCX are found through it.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Self
 
-from .._options import INTERNAL
 from ..checked import integer
 from ..errors import ConfigurationError, PeerRefusedError
 from ..network import PlainAddress, PlaintextOptions
+from ..options import INTERNAL
 
 SCHEME = "ucx"
 

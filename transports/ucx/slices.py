@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .. import sliced
-from .._movers import StagingBuffer
 from .._slices import SliceLimits
 from ..endpoint import Read
 from ..errors import KVTransferError
+from ..movers import StagingBuffer
 from ..regions import AddressArray, Int64Array
 from ..serving import ServedPool
 from ..sliced import SliceState, Transfer, Verdict

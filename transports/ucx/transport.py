@@ -18,8 +18,6 @@ from functools import partial
 
 from .._busy_poll import BusyPoll
 from .._descriptors import Reserve, warn_if_few
-from .._movers import MAX_WAIT_S, Mover
-from .._outside import survived
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerTable, Read
 from ..errors import (
@@ -27,7 +25,9 @@ from ..errors import (
     ProtocolError,
     TransferTimeoutError,
 )
+from ..movers import MAX_WAIT_S, Mover
 from ..network import PlainStreamBackend
+from ..outside import survived
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool, mover_for
 from ..streams import FrameSocket, KeepAlive

@@ -17,8 +17,8 @@ import zmq
 from zmq.utils import z85
 
 from .._descriptors import Reserve, remedy
-from .._limited_log import LimitedLog
 from ..errors import PeerLostError
+from ..limited_log import LimitedLog
 from .channel import (
     RECEIVE_BATCH,
     Channel,

@@ -11,10 +11,10 @@ import numpy as np
 import xxhash
 
 from .. import sliced
-from .._movers import Ring, StagingBuffer, Ticket
 from .._slices import SliceLimits
 from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
+from ..movers import Ring, StagingBuffer, Ticket
 from ..regions import AddressArray, Int64Array
 from ..serving import ServedPool
 from ..sliced import Transfer, Verdict

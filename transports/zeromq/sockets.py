@@ -9,10 +9,10 @@ from functools import partial
 import zmq
 
 from .._descriptors import Reserve, descriptor_limit, warn_if_few
-from .._limited_log import LimitedLog
-from .._outside import outside, survived, typed
 from ..errors import ConfigurationError
+from ..limited_log import LimitedLog
 from ..network import Found
+from ..outside import outside, survived, typed
 from ..streams import Poller
 from .channel import Channel, Context, DialedChannel, Observer, Port
 from .listener import Authenticator, Listener

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from .._movers import MAX_WAIT_S, Mover
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Backend, Peer, PeerTable, Read
 from ..errors import BackpressureError, KVTransferError, ProtocolError, VersionMismatchError
+from ..movers import MAX_WAIT_S, Mover
 from ..network import Found, Lookups
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool, mover_for

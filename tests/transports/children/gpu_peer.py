@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.transports import Pool
 from kvferry.transports.shm import SharedMemoryTransport
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
+from tests.support.cuda_stand_in import CudaDriverStandIn
 
 POOL_BYTES = 1 << 20
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from kvferry.transports import Connected, Guard, PeerLost, Pool, RegionPairs, TransferEnded
 from kvferry.transports.registry import create_transport
-from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
 
 POOL_BYTES = 24 << 20
 
@@ -62,6 +61,9 @@ def main() -> None:
 
 
 def allocate_on_gpu(dies: str) -> Any:
+    # Here, because the tests over RDMA start this file by its path, without the repository's root.
+    from tests.support.cuda_stand_in import CudaDriverStandIn
+
     driver: Any = CudaDriverStandIn()
     sys.modules["cuda.bindings.driver"] = driver
     if dies == "launched":

@@ -6,10 +6,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ....transports.regions import Guard, RegionPairs
-from ..consumer import ConsumerProtocol
-from ..events import Action, Connect, GroupBlocks, LoadEnded, RemoteOffer, Send, StartRead
-from ..messages import Claim, Grant, Hello, Message, Welcome
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.events import (
+    Action,
+    Connect,
+    GroupBlocks,
+    LoadEnded,
+    RemoteOffer,
+    Send,
+    StartRead,
+)
+from kvferry.connector.handoff.messages import Claim, Grant, Hello, Message, Welcome
+from kvferry.transports.regions import Guard, RegionPairs
 
 #: The producer, as the consumer knows it.
 PEER = 7

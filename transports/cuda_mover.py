@@ -1,4 +1,4 @@
-"""Copies between a pool on a GPU and pinned memory; see `_movers`.
+"""Copies between a pool on a GPU and pinned memory; see `movers`.
 
 Each direction has a stream, and a ring of pinned buffers. After the copies of a ticket come an event and a host function
 on its stream. The host function writes to the eventfd that `fileno` returns, so no thread waits for a copy. It is not
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._copy import signal_function
-from ._cuda import EVENT_DISABLE_TIMING, MEMHOSTALLOC_PORTABLE, Gpu
-from ._movers import MAX_WAIT_S, Mover, Ring, StagingBuffer, Ticket
+from .copying import signal_function
+from .cuda_driver import EVENT_DISABLE_TIMING, MEMHOSTALLOC_PORTABLE, Gpu
 from .errors import ConfigurationError, KVTransferError, TransportError
+from .movers import MAX_WAIT_S, Mover, Ring, StagingBuffer, Ticket
 from .regions import AddressArray, Int64Array, Pool
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from ....transports.errors import KVTransferError
-from ...planning.layout import KVLayout, per_layer_layout, uniform_layout
-from ...planning.slots import Shard, SlotArray
-from ..events import Action, Identity, RemoteOffer, StartRead
-from ..node import NodeProtocol
+from kvferry.connector.handoff.events import Action, Identity, RemoteOffer, StartRead
+from kvferry.connector.handoff.node import NodeProtocol
+from kvferry.connector.planning.layout import KVLayout, per_layer_layout, uniform_layout
+from kvferry.connector.planning.slots import Shard, SlotArray
+from kvferry.transports.errors import KVTransferError
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12

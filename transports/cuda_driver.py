@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ._copy import copy_on_stream
+from .copying import copy_on_stream
 from .errors import BackendUnavailableError, ConfigurationError, TransportError
 from .regions import AddressArray, Int64Array
 

@@ -18,14 +18,23 @@ from functools import partial
 
 import numpy as np
 
-from ....transports.errors import KVTransferStateError
-from ...planning import compatibility
-from ..config import HandoffConfig
-from ..consumer import ConsumerProtocol
-from ..events import Action, GroupBlocks, Identity, LoadEnded, LocalBlocks, OfferEnded, RemoteOffer
-from ..messages import SPOKEN_VERSIONS
-from ..node import NodeProtocol
-from ..producer import ProducerProtocol
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.events import (
+    Action,
+    GroupBlocks,
+    Identity,
+    LoadEnded,
+    LocalBlocks,
+    OfferEnded,
+    RemoteOffer,
+)
+from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
+from kvferry.connector.handoff.node import NodeProtocol
+from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.connector.planning import compatibility
+from kvferry.transports.errors import KVTransferStateError
+
 from .simulated import (
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ._descriptors import remedy
-from ._limited_log import LimitedLog
 from .errors import BackpressureError, KVTransferError, TransportError, UnexpectedError
+from .limited_log import LimitedLog
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 

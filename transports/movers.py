@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ._copy import copy_regions, gather_regions, scatter_regions
+from .copying import copy_regions, gather_regions, scatter_regions
 from .errors import KVTransferError
 from .regions import AddressArray, Int64Array, MemoryKind
 

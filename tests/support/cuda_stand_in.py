@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from .._memory import FileMapping, address_of, require_available
-from ..base import Arena
-from ..regions import Segment
+from kvferry.transports._memory import FileMapping, address_of, require_available
+from kvferry.transports.base import Arena
+from kvferry.transports.regions import Segment
 
 _PROT_NONE = 0
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_size_t)

@@ -5,14 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 
-from ....transports.errors import (
-    KVTransferError,
-    PeerLostError,
-    StaleRegionError,
-    TransferTimeoutError,
-    TransportClosedError,
-)
-from ..events import (
+from kvferry.connector.handoff.events import (
     Action,
     ClearGuard,
     Connect,
@@ -23,9 +16,17 @@ from ..events import (
     SetGuard,
     StartRead,
 )
-from ..loads import LoadState
-from ..messages import encode
-from ..offers import OfferState
+from kvferry.connector.handoff.loads import LoadState
+from kvferry.connector.handoff.messages import encode
+from kvferry.connector.handoff.offers import OfferState
+from kvferry.transports.errors import (
+    KVTransferError,
+    PeerLostError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+
 from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, SimulatedRead
 
 
