@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from .placement import (
-    FIRST_HANDED,
+    GUESSED_HANDED,
     SECONDS_PER_HANDED_TOKEN,
     Ask,
     Choice,
@@ -52,7 +52,7 @@ class Fleet:
         if pair not in self._handovers:
             while len(self._handovers) >= MAX_PAIRS:
                 del self._handovers[next(iter(self._handovers))]
-            self._handovers[pair] = Rate(SECONDS_PER_HANDED_TOKEN, FIRST_HANDED)
+            self._handovers[pair] = Rate(SECONDS_PER_HANDED_TOKEN, GUESSED_HANDED)
         return self._handovers[pair]
 
     def forget(self, url: str) -> None:
@@ -124,7 +124,7 @@ class Progress:
             self._fleet.prefixes.add(self.keys, load.url)
 
     def answer_began(self, url: str) -> None:
-        """Note the first token of an answer, or that a node is asked for a whole one."""
+        """Note the beginning of an answer, or that a node is asked for a whole one."""
         self.answer_ended()
         load, now = self._fleet.load(url), self._fleet.clock()
         if self._computed_at is not None and self._computed_at[0] is not load:

@@ -168,7 +168,7 @@ class UpstreamNode:
         )
 
     def doubt_identity(self) -> None:
-        """Pass no first token on to the node until a check has found out again what it is."""
+        """Let the node go on with no answer of another one until a check has found out again what it is."""
         self.continues_answers = ""
         self._prober.forget()
         self._check_is_wanted.set()

@@ -19,7 +19,7 @@ SECONDS_PER_TOKEN, HANDOVER_S, SECONDS_PER_HANDED_TOKEN = 1e-3, 0.02, 2e-5
 #: The same for a step, by the number of answers that share it.
 SECONDS_PER_STEP = ((1.0, 0.03), (8.0, 0.06))
 #: Weight of that first guess, in prompt tokens, in steps, and in handed-over tokens.
-FIRST_TOKENS, FIRST_STEPS, FIRST_HANDED = 64.0, 4.0, 256.0
+GUESSED_TOKENS, GUESSED_STEPS, GUESSED_HANDED = 64.0, 4.0, 256.0
 #: What a new measurement makes of the weight of the earlier ones.
 FADING = 0.97
 #: Tokens of an answer whose length nothing is known about.
@@ -105,8 +105,8 @@ class NodeLoad:
 
     url: str
     num_answers: int = 0
-    prompt: Rate = field(default_factory=lambda: Rate(SECONDS_PER_TOKEN, FIRST_TOKENS))
-    step: Line = field(default_factory=lambda: Line(SECONDS_PER_STEP, FIRST_STEPS))
+    prompt: Rate = field(default_factory=lambda: Rate(SECONDS_PER_TOKEN, GUESSED_TOKENS))
+    step: Line = field(default_factory=lambda: Line(SECONDS_PER_STEP, GUESSED_STEPS))
     _waiting: dict[int, tuple[int, float]] = field(
         default_factory=dict
     )  # tokens to be computed, and since when
@@ -176,7 +176,7 @@ class Choice:
 
     Attributes:
         prefill: Computes the prompt. The same as `decode`: nothing is handed over.
-        ttft_s: Until the first token.
+        ttft_s: Until the answer begins.
         others_s: Added to other answers and prompts, summed over them.
         alternative_s: The total of the best choice of the other kind; infinite if there is none.
     """
@@ -259,7 +259,7 @@ def _steps_s(ask: Ask, node: NodeLoad) -> float:
 def _rated(
     ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits
 ) -> tuple[float, float, int, float]:
-    """Return the estimates of a `Choice`: time to the first token, what is added to others, missed limits, and the total."""
+    """Return the estimates of a `Choice`: time until the answer begins, what is added to others, missed limits, and the total."""
     num_answers = decode.num_answers
     prompt_s, step_s = _prompt_s(ask, prefill), decode.step.at(num_answers + 1)
     ttft_s = prefill.queue_s + prompt_s + handover_s + step_s

@@ -45,7 +45,7 @@ class Health:
         ends_requests: The node can no longer answer its requests, or there is no sign that it will.
         load_failure_policy: The node's policy. Empty if it does not report one.
         is_reported: `error` is what the node reports about itself.
-        continues_answers: The node continues an answer whose first token was chosen by another node with this digest of its
+        continues_answers: The node goes on with an answer that another node has begun which has this digest of its
             model. Empty: it does not.
         kv_role: What the node does by its own account, in vLLM's words. Empty if it does not say.
         models: The names of the models that it serves, adapters among them. Empty if it does not say.
