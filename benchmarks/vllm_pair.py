@@ -986,9 +986,8 @@ def main() -> None:
         folder = arguments.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        os.environ.setdefault(
-            "OTEL_BSP_SCHEDULE_DELAY", "200"
-        )  # milliseconds until nodes and routers send a span
+        # Milliseconds until nodes and routers send a span.
+        os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "200")
         try:
             rows = measure(arguments, folder)
         except LaunchError as error:

@@ -107,9 +107,8 @@ class NodeLoad:
     num_answers: int = 0
     prompt: Rate = field(default_factory=lambda: Rate(SECONDS_PER_TOKEN, GUESSED_TOKENS))
     step: Line = field(default_factory=lambda: Line(SECONDS_PER_STEP, GUESSED_STEPS))
-    _waiting: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # tokens to be computed, and since when
+    # Tokens to be computed, and since when.
+    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
     _num_waiting: int = 0  # their tokens
     _number: int = 0
     _done_at: float = 0.0  # when it had computed its latest prompt

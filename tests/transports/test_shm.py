@@ -44,9 +44,8 @@ class TestSharedMemoryWithSocketFilesAndTwoCopiers(_Conformance):
         def make(options: Mapping[str, object]) -> Transport:
             fixed = {"socket_dir": str(socket_dir), "copy_threads": 2, "num_guards": 64}
             transport = SharedMemoryTransport({**fixed, **options})
-            transport._options = replace(
-                transport._options, inline_bytes=0
-            )  # so that the copiers copy everything
+            # The copiers are to copy everything.
+            transport._options = replace(transport._options, inline_bytes=0)
             return transport
 
         return make

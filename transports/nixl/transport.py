@@ -478,9 +478,8 @@ class NIXLTransport(PeerTransport):
             gpu = Gpu(pool.segments[0].address)
             device = gpu.ordinal
             gpu.close()
-        served = RegisteredPool(
-            pool, self.guards
-        )  # without a mover: NIXL moves the bytes of every kind of pool
+        # Without a mover: NIXL moves the bytes of every kind of pool.
+        served = RegisteredPool(pool, self.guards)
         table: PeerTable[Connection] = PeerTable(
             lambda peers: NIXLBackend(peers, self.options, self._nixl, served, device),
             self.options.limits(),
