@@ -63,7 +63,8 @@ class Fleet:
 
     def choose(self, progress: Progress, prefills: Sequence[str], decodes: Sequence[str]) -> Choice | None:
         """Choose the nodes for a request, of those with these URLs; None if no node can do both, so that roles decide."""
-        if set(prefills).isdisjoint(decodes):
+        progress.is_counted = not set(prefills).isdisjoint(decodes)
+        if not progress.is_counted:
             return None
         return choose(
             progress.ask(),
@@ -77,7 +78,13 @@ class Fleet:
 
 
 class Progress:
-    """One request on its way, and what the nodes have to do for it."""
+    """One request on its way, and what the nodes have to do for it.
+
+    Attributes:
+        is_counted: Its nodes were chosen by what they have to do. Otherwise none of this is of use.
+    """
+
+    is_counted = False
 
     def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
         self._fleet, self._body = fleet, body
@@ -109,6 +116,8 @@ class Progress:
     def prompt_asked(self, url: str) -> None:
         """Note that a node is asked to compute the prompt."""
         self.prompt_ended(is_computed=False)
+        if not self.is_counted:
+            return
         load = self._fleet.load(url)
         self._prompt = load, load.prompt_asked(self.ask().num_missing(load), self._fleet.clock())
 
@@ -126,6 +135,8 @@ class Progress:
     def answer_began(self, url: str) -> None:
         """Note the beginning of an answer, or that a node is asked for a whole one."""
         self.answer_ended()
+        if not self.is_counted:
+            return
         load, now = self._fleet.load(url), self._fleet.clock()
         if self._computed_at is not None and self._computed_at[0] is not load:
             seconds = now - self._computed_at[1] - load.step.at(load.num_answers + 1)

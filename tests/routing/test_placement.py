@@ -229,6 +229,7 @@ def test_a_request_leaves_nothing_behind_and_an_ended_process_is_forgotten() -> 
     fleet = Fleet("auto", NO_LIMITS, lambda: now[0])
     for step in range(200):
         progress = Progress(fleet, {"prompt": list(range(40)), "max_tokens": 4})
+        progress.is_counted = True
         progress.prompt_asked("a")
         now[0] += 0.01
         if step % 3 == 0:
