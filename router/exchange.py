@@ -314,7 +314,7 @@ class Exchange:
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
         self._explain = explain
         self._prefill_runs = self._decode_runs = False
-        self._has_given = False  # the decode node has sent an event of its answer
+        self._has_given = False  # the decode node has sent a token of its answer
         self._has_answer = False  # the prefill node was asked to load an earlier answer
         self._has_begun = False
         self._has_kept = False
@@ -530,7 +530,7 @@ class Exchange:
                 return self._other_token([Release(Offer(each.node, each.params or {})) for each in unused])
             if self.beginning is not None:
                 self.beginning.add(token_ids, event)
-            self._has_given = True
+            self._has_given = self._has_given or bool(token_ids)
         if any(b'"error"' in event.raw and "error" in event.content for event in sent):
             # vLLM begins a chat's stream before it says that the load has failed.
             actions += self._read_errors(sent)

@@ -336,9 +336,10 @@ class Performance:
                 exchange.prefill_url = choice.decode.url
                 return exchange.placed_at(decodes[choice.decode.url])
             self._chosen = choice.prefill.url
-        decode = (
-            decodes[choice.decode.url] if choice is not None else services.decode_pool.likely(tried, body)
-        )
+        if choice is not None:
+            decode: UpstreamNode | None = decodes[choice.decode.url]
+        else:
+            decode = services.decode_pool.likely(tried, body) if decodes else None
         if decode is None and not services.decode_pool.is_closed:
             # Before the prefill: without a decode node its offer would only hold blocks until the lease ends.
             return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))

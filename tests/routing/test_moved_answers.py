@@ -260,6 +260,12 @@ async def test_the_client_sees_no_difference(after: int, gives_up: dict[str, Any
     assert len(prefill.asked) == 2
 
 
+async def test_a_request_that_a_node_fails_before_its_first_token_is_not_repeated() -> None:
+    """A load that failed under the policy `fail` would fail at the next node as well."""
+    async with routed([Prefill()], [Decode(0, ERROR)] * 2) as client:
+        assert await streamed(client) == "the engine died"
+
+
 async def test_an_answer_moves_as_often_as_there_are_nodes() -> None:
     nodes = [Decode(2), Decode(2), Decode()]
     async with routed([Prefill()], nodes) as client:

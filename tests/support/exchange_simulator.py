@@ -7,7 +7,7 @@ all that can, and checks after each step what `router/exchange.py` promises. Not
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,11 @@ ANSWERS = {
     for name in "ab"
 }
 TOKENS = {event.raw for events in ANSWERS.values() for event in events}
+#: What a node sends for that, because the router asks for the ids of tokens.
+SENT = {
+    name: [Event(event.raw.replace(b"}", b', "token_ids": [7]}')) for event in events]
+    for name, events in ANSWERS.items()
+}
 
 
 class PromiseBrokenError(AssertionError):
@@ -62,13 +67,10 @@ class Told:
     def repeat(self) -> None:
         self.num_repeated = self.num_tokens
 
-    def add(self, token_ids: object, event: Event) -> None:
-        if event.raw not in TOKENS:
-            return
-        if self.num_repeated:
-            self.num_repeated -= 1
-        else:
-            self.num_tokens += 1
+    def add(self, token_ids: Sequence[int], event: Event) -> None:
+        num_new = max(0, len(token_ids) - self.num_repeated)
+        self.num_repeated -= len(token_ids) - num_new
+        self.num_tokens += num_new
 
 
 @dataclass(frozen=True)
@@ -400,7 +402,7 @@ class Schedule:
             name = "a" if self.drawn.random() < 0.7 else "b"
         elif told.num_tokens > 1 and self.drawn.random() < 0.05:
             told.is_other, self.may_fail = True, "another node chose other tokens"
-        events = list(ANSWERS[name][0 if told is None else told.num_tokens :])
+        events = list(SENT[name][0 if told is None else told.num_tokens :])
         if self.offers_answer:
             events.append(LAST)
         if self.drawn.random() < 0.1:
