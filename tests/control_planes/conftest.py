@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, Spawn
+from tests.support.answers import Answer
 from tests.support.client import Client, assert_answers_like, wait_until
 from tests.support.tiny_models import write_tiny_model
 from tests.support.zygote import Zygote
@@ -63,7 +64,8 @@ class Nodes:
         node = next(
             client for name, client in self.clients.items() if name[0] == "d" and client.process.is_running
         )
-        assert_answers_like(node, prompt, token_ids, max_tokens, cache_salt="alone", **fields)
+        answer = token_ids if isinstance(token_ids, Answer) else Answer(token_ids)
+        assert_answers_like(node, prompt, answer, max_tokens, cache_salt="alone", **fields)
 
     def wait_whole(self) -> None:
         """Wait until no node has a request, an offer or a block in use."""
