@@ -24,7 +24,7 @@ CHECKS = (
 
 def find_program() -> str | None:
     """Return the path of `vllm-router`: of the variable, on PATH, or of the checkout; None if there is none."""
-    checkout = Path(__file__).resolve().parents[3]
+    checkout = Path(__file__).resolve().parents[2]
     for candidate in (os.environ.get(PROGRAM_VARIABLE, ""), PROGRAM, str(checkout / BUILT)):
         if candidate and (found := shutil.which(candidate)):
             return found
