@@ -19,6 +19,6 @@ def test_the_pair_answers_like_one_node(tmp_path, connector, mechanism):
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     requests = json.loads(report.read_text())["requests"]
-    assert [request["way"] for request in requests] == ["in turn", "default"] * 2
+    assert [request["way"] for request in requests] == ["default", "in turn"] * 2
     assert all(request["kv_bytes"] and request["loaded_tokens"] for request in requests)
     assert f"mechanism {mechanism}" in done.stdout

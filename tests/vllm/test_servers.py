@@ -57,7 +57,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
             transfer = {**KVFERRY, "kv_load_failure_policy": policy}
             transfer["kv_connector_extra_config"] = {"transport": "shm", **OPTIONS, **options}
             name = f"server {len(launcher.processes)}"
-            return Server(start_vllm(launcher, name, str(model), ARGUMENTS, transfer, port))
+            return Server(start_vllm(launcher, name, str(model), ARGUMENTS, transfer, port=port))
 
         yield start
 
