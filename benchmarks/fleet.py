@@ -50,7 +50,6 @@ from fleet_figures import (
     LOADS,
     Answer,
     Conversation,
-    Load,
     Turn,
     Unloaded,
     figures_of,
@@ -192,26 +191,27 @@ class Way:
 
     Attributes:
         choose: The balancer's choice; None for kvferry's router.
-        prefill: How many of the nodes, from the first one, are prefill nodes of the router. All others are decode nodes.
-        num_nodes: The number of nodes that the way is for; 0 for any.
+        roles: What each node is for the router: `p` a prefill node, `d` a decode node, `b` both. Empty for a balancer, which takes
+            any number of nodes.
         connector: Whose nodes it needs.
         arguments: Further arguments of the router.
     """
 
     choose: Choice | None = None
-    prefill: int = 0
-    num_nodes: int = 0
+    roles: str = ""
     connector: str = "kvferry"
     arguments: tuple[str, ...] = ()
 
 
+# There is no way yet in which every node is both a prefill and a decode node. The router accepts that, but then hands each
+# prompt over from a node to itself. A policy that decides per request is one more row, with the roles `bb`.
 WAYS: Mapping[str, Way] = {
-    "round robin": Way(lambda in_flight, number: [*in_flight][number % len(in_flight)]),
-    "least load": Way(lambda in_flight, number: min(in_flight, key=lambda url: in_flight[url])),
-    "pair 1+1": Way(prefill=1, num_nodes=2),
-    "pair 1+2": Way(prefill=1, num_nodes=3),
-    "pair 2+1": Way(prefill=2, num_nodes=3),
-    "nixl 1+1": Way(prefill=1, num_nodes=2, connector="nixl"),
+    "round-robin": Way(lambda in_flight, number: [*in_flight][number % len(in_flight)]),
+    "least-load": Way(lambda in_flight, number: min(in_flight, key=lambda url: in_flight[url])),
+    "pair-1+1": Way(roles="pd"),
+    "pair-1+2": Way(roles="pdd"),
+    "pair-2+1": Way(roles="ppd"),
+    "nixl-1+1": Way(roles="pd", connector="nixl"),
 }
 
 
@@ -258,12 +258,12 @@ async def in_front(way: Way, nodes: Sequence[LaunchedProcess], logs: Path) -> As
         async with balancing([node.url for node in nodes], way.choose) as url:
             yield url
         return
-    roles = ["--prefill" if number < way.prefill else "--decode" for number in range(len(nodes))]
-    urls = [word for role, node in zip(roles, nodes, strict=True) for word in (role, node.url)]
-    with Launcher(logs=logs) as launcher:
-        router = launcher.start(
-            "router", "router", "--port", "0", "--log-level", "warning", *urls, *way.arguments
-        )
+    arguments = ["--port", "0", "--log-level", "warning", *way.arguments]
+    for role, node in zip(way.roles, nodes, strict=True):
+        arguments += ["--prefill", node.url] if role in "pb" else []
+        arguments += ["--decode", node.url] if role in "db" else []
+    with Launcher(logs=logs) as launcher:  # not `start_router`, which checks nodes more often than by default
+        router = launcher.start("router", "router", *arguments)
         launcher.wait_ready([router], ROUTER_TIMEOUT_S)
         try:
             yield router.url
@@ -318,8 +318,11 @@ async def ask(
         raise RequestFailed(f"a request of {len(prompt)} tokens was not answered in time") from error
     except aiohttp.ClientError as error:
         raise RequestFailed(f"a request of {len(prompt)} tokens failed: {error!r}") from error
-    if not arrived or usage.get("completion_tokens") != max_tokens:
-        raise RequestFailed(f"an answer has {usage.get('completion_tokens')} tokens instead of {max_tokens}")
+    has_ids = not wants_ids or len(token_ids) == max_tokens
+    if not arrived or not has_ids or usage.get("completion_tokens") != max_tokens:
+        raise RequestFailed(
+            f"an answer has {usage.get('completion_tokens')} tokens instead of {max_tokens}, or no ids"
+        )
     gaps = tuple(later - earlier for earlier, later in itertools.pairwise(arrived))
     return Answer(len(prompt), arrived[0] - due, gaps, max_tokens, tuple(token_ids))
 
@@ -365,7 +368,7 @@ async def measure_unloaded(
         answers = [await ask(session, url, each, 8, due=time.perf_counter()) for each in prompts]
         ttfts[number] = statistics.median(answer.ttft_s for answer in answers)
         gaps += [gap for answer in answers for gap in answer.gaps]
-    return Unloaded(ttfts, statistics.median(gaps))
+    return Unloaded(dict(sorted(ttfts.items())), statistics.median(gaps))
 
 
 # -- the program -------------------------------------------------------------------------------------
@@ -374,10 +377,10 @@ async def measure_unloaded(
 def chosen_ways(options: argparse.Namespace) -> dict[str, Way]:
     """Return the ways that can be measured here. Say why others cannot."""
     found = {}
-    for name in options.ways or WAYS:
+    for name in options.ways:
         way = WAYS[name]
-        if way.num_nodes not in (0, options.nodes):
-            why = f"it is for {way.num_nodes} nodes" if options.ways else ""
+        if len(way.roles) not in (0, options.nodes):
+            why = f"it is for {len(way.roles)} nodes"
         elif way.connector == "nixl" and options.engine != "vllm":
             why = "only nodes of vLLM can have NixlConnector"
         elif way.connector == "nixl" and importlib.util.find_spec("nixl") is None:
@@ -385,8 +388,7 @@ def chosen_ways(options: argparse.Namespace) -> dict[str, Way]:
         else:
             found[name] = way
             continue
-        if why:
-            print(f"{name} is not measured: {why}", flush=True)
+        print(f"{name} is not measured: {why}", flush=True)
     if not found:
         sys.exit("nothing to measure: name other --ways")
     return found
@@ -438,7 +440,7 @@ class Benchmark:
                 rows = [row_of(load, name, told) for name, told in rounds.items()]
                 self.results["rows"] += rows
                 how = (
-                    f"{sum(map(len, own[0]))} requests per round; {unit_s:.3g} s per unit of the load's time."
+                    f"{sum(map(len, own[0]))} requests per round; {unit_s:.3g} s per unit of the load's time"
                 )
                 tables = table(rows, self.results["factors"], self.options.factor)
                 self.say(f"### {load}\n\n{how}\n\n{tables}")
@@ -497,14 +499,15 @@ def parse() -> argparse.Namespace:
 
     def add(name: str, default: Any, text: str, **more: Any) -> None:
         more = more if "type" in more or "nargs" in more else {"type": type(default), **more}
-        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **more)
+        shown = " ".join(default) if isinstance(default, list) else default
+        parser.add_argument(name, default=default, help=f"{text} (default: {shown or 'none'})", **more)
 
     add("--engine", "vllm", "engine of the nodes", choices=("vllm", "reference"))
     add("--model", "smollm2", "smollm2, or a model's folder")
     parser.add_argument("--tiny", action="store_true", help="use a small random model instead")
     add("--nodes", 2, "number of nodes, each on a core of its own", choices=(2, 3))
-    add("--ways", None, "ways to use the nodes", nargs="+", choices=WAYS, metavar="NAME")
-    add("--loads", None, f"loads: {', '.join(LOADS)}", nargs="*", choices=LOADS, metavar="NAME")
+    add("--ways", list(WAYS), "ways to use the nodes", nargs="+", choices=WAYS, metavar="NAME")
+    add("--loads", list(LOADS), "loads; none: only traces", nargs="*", choices=LOADS, metavar="NAME")
     add("--trace", [], "a trace to replay as a further load", type=Path, nargs="+", metavar="FILE")
     add("--scale", 32.0, "divide a trace's lengths by this number")
     add("--requests", 32, "requests per load and round")
@@ -520,6 +523,8 @@ def parse() -> argparse.Namespace:
     add("--output", None, "folder for fleet.json, fleet.md and fleet.svg", type=Path, metavar="FOLDER")
     add("--logs", None, "keep the logs of nodes and routers there", type=Path, metavar="FOLDER")
     options = parser.parse_args()
+    if not (options.loads or options.trace):
+        parser.error("there is no load: give --loads or --trace")
     if len(os.sched_getaffinity(0)) < options.nodes:
         parser.error(f"--nodes {options.nodes} needs as many cores; this process has fewer")
     if min(options.requests, options.rounds, options.intensity, options.size, options.scale) <= 0:
@@ -530,9 +535,7 @@ def parse() -> argparse.Namespace:
 def run(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
     """Start the nodes, and measure everything."""
     ways = chosen_ways(options)
-    named: dict[str, Load] = {
-        name: LOADS[name] for name in (LOADS if options.loads is None else options.loads)
-    }
+    named = {name: LOADS[name] for name in options.loads}
     for path in options.trace:
         lines = path.read_text().splitlines()
         trace_name = f"{path.stem}, lengths / {options.scale:g}"

@@ -92,9 +92,9 @@ def conversations(chance: random.Random, number: int, size: float) -> list[Conve
 
 
 LOADS: Mapping[str, Load] = {
-    "short answers": random_prompts(256, 8),
-    "long answers": random_prompts(64, 96),
-    "long prompts": random_prompts(1024, 16),
+    "short-answers": random_prompts(256, 8),
+    "long-answers": random_prompts(64, 96),
+    "long-prompts": random_prompts(1024, 16),
     "interference": interference,
     "conversations": conversations,
 }

@@ -122,7 +122,7 @@ def test_the_last_turn_is_due_after_the_time_that_the_nodes_need_for_all_of_them
 def rows():
     """Rows of two ways, one of which keeps the limits half the time in the second round."""
     good, bad = figures_of([Answer(16, 0.1, (0.05,), 2)] * 2), figures_of([Answer(16, 9.0, (0.05,), 2)] * 2)
-    rounds = {"least load": [good, good], "pair 1+1": [good, bad]}
+    rounds = {"least-load": [good, good], "pair-1+1": [good, bad]}
     return [FIGURES["row_of"]("<load>", name, own) for name, own in rounds.items()]
 
 
@@ -132,11 +132,11 @@ def test_the_tables_are_markdown_with_the_least_and_the_greatest_figure(rows):
         assert len({line.count("|") for line in own.splitlines()}) == 1
     title, _, steady, varying = first.splitlines()
     assert title.startswith("|  | goodput 3 × | TTFT p50 ms | p99 |")
-    assert steady.startswith("| least load | 0.100 | 100 | 100 |")
-    assert varying.startswith("| pair 1+1 | 0.050 (0.000–0.100) | 4,550 (100–9,000) |")
+    assert steady.startswith("| least-load | 0.100 | 100 | 100 |")
+    assert varying.startswith("| pair-1+1 | 0.050 (0.000–0.100) | 4,550 (100–9,000) |")
 
 
 def test_the_plot_is_svg_with_a_line_per_way(rows):
     root = ElementTree.fromstring(FIGURES["plot"](rows, (2.0, 3.0, 10.0)))
     assert len(root.findall("{*}polyline")) == 2
-    assert {"● least load", "● pair 1+1", "<load>", "10 ×"} <= {each.text for each in root.findall("{*}text")}
+    assert {"● least-load", "● pair-1+1", "<load>", "10 ×"} <= {each.text for each in root.findall("{*}text")}
