@@ -188,8 +188,8 @@ def paced(
 ) -> tuple[list[Conversation], float]:
     """Return the plan with times in seconds, and the seconds per unit of its time.
 
-    Thinking included, the last turn is then due after the time that the nodes need for everything one by one, divided by the
-    intensity, if answers take no time.
+    The last turn is then due after the time that the nodes need for all requests one by one, divided by the intensity. What
+    users wait for answers of earlier turns is not counted.
     """
     work_s = sum(unloaded.ttft_s(prompt) + unloaded.itl_s * (answer - 1) for prompt, answer in sizes(plan))
     span = max(sum(turn.after for turn in turns) for turns in plan)
