@@ -16,7 +16,7 @@ A request is *good* if it keeps two limits, which are multiples of what one idle
 length of which nothing is cached, and the time between two tokens (ITL). Goodput is the number of good requests per second and
 core. It is printed for several multiples, because the choice of the limits decides which way looks best.
 
-The balancers are the simplest that there are, a few lines in this file. A later way of the router is one more row of `WAYS`,
+The balancers are the simplest that there are, a few lines in this file. Another way of the router is one more row of `WAYS`,
 and another load one more row of `LOADS`. NixlConnector's nodes take part if `nixl` can be imported. Needs as many cores as nodes.
 """
 
@@ -191,8 +191,8 @@ class Way:
 
     Attributes:
         choose: The balancer's choice; None for kvferry's router.
-        roles: What each node is for the router: `p` a prefill node, `d` a decode node, `b` both. Empty for a balancer, which takes
-            any number of nodes.
+        roles: What each node is for the router: `p` a prefill node, `d` a decode node. Empty: the way takes any number of nodes, and
+            the router decides per request which node does what.
         connector: Whose nodes it needs.
         arguments: Further arguments of the router.
     """
@@ -203,14 +203,13 @@ class Way:
     arguments: tuple[str, ...] = ()
 
 
-# There is no way yet in which every node is both a prefill and a decode node. The router accepts that, but then hands each
-# prompt over from a node to itself. A policy that decides per request is one more row, with the roles `bb`.
 WAYS: Mapping[str, Way] = {
     "round-robin": Way(lambda in_flight, number: [*in_flight][number % len(in_flight)]),
     "least-load": Way(lambda in_flight, number: min(in_flight, key=lambda url: in_flight[url])),
     "pair-1+1": Way(roles="pd"),
     "pair-1+2": Way(roles="pdd"),
     "pair-2+1": Way(roles="ppd"),
+    "auto": Way(),
     "nixl-1+1": Way(roles="pd", connector="nixl"),
 }
 
@@ -259,9 +258,8 @@ async def in_front(way: Way, nodes: Sequence[LaunchedProcess], logs: Path) -> As
             yield url
         return
     arguments = ["--port", "0", "--log-level", "warning", *way.arguments]
-    for role, node in zip(way.roles, nodes, strict=True):
-        arguments += ["--prefill", node.url] if role in "pb" else []
-        arguments += ["--decode", node.url] if role in "db" else []
+    for role, node in zip(way.roles or "n" * len(nodes), nodes, strict=True):
+        arguments += [{"p": "--prefill", "d": "--decode", "n": "--node"}[role], node.url]
     with Launcher(logs=logs) as launcher:  # not `start_router`, which checks nodes more often than by default
         router = launcher.start("router", "router", *arguments)
         launcher.wait_ready([router], ROUTER_TIMEOUT_S)
