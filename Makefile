@@ -63,7 +63,7 @@ demo: $(READY) $(if $(filter vllm-router,$(ROUTER)),build/vllm-router) ## let on
 # A test that hangs inside a library's call is not interrupted by its own timeout. Then the process of the test ends.
 .PHONY: test test-all
 test: TESTS := not full
-test: ## run the tests that each change must pass (about six minutes)
+test: ## run the tests that each change must pass (about 11 minutes)
 test-all: ## run every test that this machine can run (half an hour)
 test test-all: $(READY)
 	$(BIN)/python -m pytest -m "$(TESTS)" $(BY_FILE) \
