@@ -260,7 +260,7 @@ def test_one_request_is_explained_on_the_router_and_both_nodes(
         assert main(["explain", answer.body["id"], router, *key, "--json"]) == 0
         servers[:] = json.loads(capsys.readouterr().out)["servers"]
         names = {span["name"] for server in servers for span in server["spans"]}
-        return names >= {"router", "node", "offer"} and all(server["spans"] for server in servers)
+        return names >= {"router", "node", "offer", "grant"} and all(server["spans"] for server in servers)
 
     wait_until(have_all_ended)
     assert [server["process"] for server in servers] == ["router", "prefill", "decode"]
