@@ -21,7 +21,7 @@ from tests.support.client import Client, wait_until
 
 pytestmark = pytest.mark.slow
 
-#: Lost nodes per transport and kind of loss. `make soak-moves` loses more.
+#: Lost nodes per transport and kind of loss; KVFERRY_LOSSES=300 loses more.
 NUM_LOSSES = int(os.environ.get("KVFERRY_LOSSES", "4"))
 SEED = int(os.environ.get("KVFERRY_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
 PROMPT = "A ferry that sinks leaves its cargo to the next one, which goes on from where it was. " * 3
