@@ -62,7 +62,7 @@ class SpanRecord:
 
 @dataclass(frozen=True)
 class ServerSpans:
-    """What a server tells of one request.
+    """What a server reports about one request.
 
     Attributes:
         process: What it calls itself: `router`, or by its role `prefill`, `decode` or `node`.

@@ -119,7 +119,7 @@ class NodeLoad:
         return self._num_waiting * self.prompt.seconds
 
     def prompt_asked(self, num_tokens: int, now: float) -> int:
-        """Note a prompt of which so many tokens are to be computed. Returns its number."""
+        """Note a prompt with the number of its tokens that are to be computed. Returns the prompt's number."""
         self._number += 1
         self._waiting[self._number] = num_tokens, now
         self._num_waiting += num_tokens

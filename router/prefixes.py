@@ -58,7 +58,7 @@ class Prefixes:
         """Return the share of a prompt that each node has: URL → 0 to 1. Those without a share are left out."""
         if not keys:
             return {}
-        counts: dict[int, int] = {}  # pieces → the nodes that have just so many
+        counts: dict[int, int] = {}  # number of pieces → the nodes that have exactly these
         held = -1
         for number, key in enumerate(keys):
             still = self._nodes.get(key, 0) & held

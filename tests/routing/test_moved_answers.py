@@ -177,7 +177,7 @@ class Decode:
     """A reference node that streams `TEXT`, from where it is told to go on.
 
     Attributes:
-        dies_after: It is lost after so many tokens.
+        dies_after: The number of tokens after which it is lost.
         gives_up: It says so instead of closing the connection.
     """
 
