@@ -83,6 +83,7 @@ class HandoffTrace:
                 self._parents.popitem(last=False)
         if (announced := orders.announcement) is not None and announced.name:
             self._remember(request_id, (announced.name, announced.lease))
+            self._take_over_grants(announced.name, request_id)
         if (offer := orders.offer) is not None:
             ready = offer.num_ready if isinstance(offer, OpenOrder) else offer.num_tokens
             self._begin(("offer", request_id), {"tokens": offer.num_tokens, "ready": ready})
@@ -203,6 +204,13 @@ class HandoffTrace:
     def _first_grant(self, request_id: str) -> _Key:
         """Return the claim that an answer is about: it does not name the consumer's rank, and the oldest claim is answered first."""
         return next((key for key in self._open if key[:2] == ("grant", request_id)), ("grant",))
+
+    def _take_over_grants(self, name: str, request_id: str) -> None:
+        """Give a request the spans of its rendezvous's claims that came before it did, which only know the rendezvous."""
+        for key in [key for key in self._open if key[:2] == ("grant", name)]:
+            span = self._open.pop(key)
+            span.request_id = request_id
+            self._open["grant", request_id, key[2]] = span
 
     # -- spans --------------------------------------------------------------------------------------
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+from kvferry.connector.handoff.events import Send
+from kvferry.connector.handoff.messages import PROTOCOL_VERSION, Claim, Grant, Parked, encode
+from kvferry.connector.p2p.orders import Announcement, RequestOrders
+from kvferry.connector.p2p.trace import HandoffTrace
 from kvferry.connector.spans import SpanRecord
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config, load, settle
@@ -66,3 +70,20 @@ def test_without_the_option_nothing_is_kept() -> None:
     with ModelFreeNode(engine_config("inproc"), shape) as producer:
         producer.prefill("p", 18)
         assert producer.stats.spans == ()
+
+
+def test_a_claim_that_comes_before_its_request_is_a_span_of_the_request() -> None:
+    """In a rendezvous the decode node may be faster, and then its claim names what the prefill node does not know yet."""
+    kept: list[SpanRecord] = []
+    trace, name = HandoffTrace(kept.append, rank=0), "5" * 32
+    trace.received(encode(Claim(name, 7, rank=1, num_ranks=2, rendezvous=True)), PROTOCOL_VERSION)
+    trace.performed(Send(0, Parked(name, 7)))
+    trace.ordered(RequestOrders("p", announcement=Announcement(7, name)))
+    trace.performed(Send(0, Grant(name, 7, guard_index=0, num_tokens=18, num_ready=9, block_ids=((1,),))))
+    (grant,) = kept
+    assert (grant.name, grant.request_id, _events(grant)) == (
+        "grant",
+        "p",
+        ["claim parked until the offer is made"],
+    )
+    assert (grant.attributes["outcome"], grant.attributes["ready"]) == ("granted", 9)

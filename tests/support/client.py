@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -92,13 +93,23 @@ class Client:
     def hang_up_during(
         self, condition: Callable[[], bool], prompt: str | Sequence[int], **fields: Any
     ) -> None:
-        """Send a completion, wait until `condition` holds, and disconnect without reading the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
-        try:
-            connection.request("POST", "/v1/completions", json.dumps(completion_body(prompt, fields)))
-            wait_until(condition)
-        finally:
-            connection.close()
+        """Send a completion, wait until `condition` holds, and disconnect without reading the answer.
+
+        A busy machine may look at the condition too late, when the request has been answered. Then it is sent again.
+        """
+        body = json.dumps(completion_body(prompt, fields))
+        with ExitStack() as connections:
+            connection = None
+
+            def holds() -> bool:
+                nonlocal connection
+                if connection is None or select.select([connection.sock], [], [], 0)[0]:
+                    connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
+                    connections.callback(connection.close)
+                    connection.request("POST", "/v1/completions", body)
+                return condition()
+
+            wait_until(holds)
 
     def metric(self, name: str) -> float:
         """Return the value of a metric without labels."""
