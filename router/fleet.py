@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from .placement import (
@@ -16,6 +17,7 @@ from .placement import (
     Limits,
     NodeLoad,
     Rate,
+    Work,
     choose,
 )
 from .prefixes import Prefixes, keys_of
@@ -66,15 +68,18 @@ class Fleet:
         progress.is_counted = not set(prefills).isdisjoint(decodes)
         if not progress.is_counted:
             return None
-        return choose(
+        choice = choose(
             progress.ask(),
             [self.load(url) for url in prefills],
             [self.load(url) for url in decodes],
             self.handover,
             self.limits,
+            self.clock(),
             may_be_local=self.mode != "always",
             may_hand_over=self.mode != "never",
         )
+        progress.choice = choice
+        return choice
 
 
 class Progress:
@@ -82,33 +87,32 @@ class Progress:
 
     Attributes:
         is_counted: Its nodes were chosen by what they have to do. Otherwise none of this is of use.
+        choice: The latest one.
     """
 
     is_counted = False
+    choice: Choice | None = None
 
     def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
         self._fleet, self._body = fleet, body
-        self._keys: list[int] | None = None
-        self._prompt: tuple[NodeLoad, int] | None = None  # that is being computed, and its number
+        self._prompt: tuple[NodeLoad, Work] | None = None  # that is being computed
         self._computed_at: tuple[NodeLoad, float] | None = None
-        self._answering: NodeLoad | None = None
-        self._latest = 0.0  # when the latest token came
+        self._answer: tuple[NodeLoad, Work] | None = None  # that is being given
 
-    @property
+    @cached_property
     def keys(self) -> list[int]:
         """Of the prompt's pieces."""
-        if self._keys is None:
-            self._keys = keys_of(self._body)
-        return self._keys
+        return keys_of(self._body)
 
     def ask(self) -> Ask:
         """Return what the choice of nodes depends on."""
         num_tokens, shares = self.num_tokens, self._fleet.prefixes.shares(self.keys)
         cached = {url: int(share * num_tokens) for url, share in shares.items()}
         limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
-        return Ask(num_tokens, limit if type(limit) is int and limit > 0 else 0, cached)
+        limit = limit if type(limit) is int and limit > 0 else 0
+        return Ask(num_tokens, limit, cached, is_stream=self._body.get("stream") is True)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """About how many tokens the prompt has."""
         return size_in_tokens(self._body)
@@ -119,15 +123,17 @@ class Progress:
         if not self.is_counted:
             return
         load = self._fleet.load(url)
-        self._prompt = load, load.prompt_asked(self.ask().num_missing(load), self._fleet.clock())
+        spare_s = self.choice.spare_s if self.choice is not None and self.choice.is_local else 0.0
+        self._prompt = load, Work(self.ask().num_missing(load), self._fleet.clock(), spare_s)
+        load.prompt_asked(self._prompt[1])
 
     def prompt_ended(self, *, is_computed: bool) -> None:
         """Note that the prompt is computed, or given up."""
         if self._prompt is None:
             return
-        (load, number), self._prompt = self._prompt, None
+        (load, prompt), self._prompt = self._prompt, None
         now = self._fleet.clock()
-        load.prompt_ended(number, now, is_computed=is_computed)
+        load.prompt_ended(prompt, now, is_computed=is_computed)
         if is_computed:
             self._computed_at = load, now
             self._fleet.prefixes.add(self.keys, load.url)
@@ -139,24 +145,25 @@ class Progress:
             return
         load, now = self._fleet.load(url), self._fleet.clock()
         if self._computed_at is not None and self._computed_at[0] is not load:
-            seconds = now - self._computed_at[1] - load.step.at(load.num_answers + 1)
+            seconds = now - self._computed_at[1] - load.step.at(len(load.answers) + 1)
             self._fleet.handover(self._computed_at[0], load).add(max(0.0, seconds), self.num_tokens)
             self._fleet.prefixes.add(self.keys, url)
-        load.num_answers += 1
-        self._answering, self._latest = load, now
+        spare_s = self.choice.spare_s if self.choice is not None else 0.0
+        self._answer = load, Work(0, now, spare_s)
+        load.answers[self._answer[1]] = None
 
     def tokens_came(self, num: int) -> None:
         """Note tokens of the answer that came together."""
-        if self._answering is not None and num > 0:
-            now = self._fleet.clock()
-            self._answering.step_taken((now - self._latest) / num)
-            self._latest = now
+        if self._answer is not None and num > 0:
+            load, answer = self._answer
+            load.tokens_came(answer, self._fleet.clock(), num)
 
     def answer_ended(self) -> None:
         """Note that no more tokens come from the node."""
-        if self._answering is not None:
-            self._answering.num_answers -= 1
-            self._answering = None
+        if self._answer is not None:
+            load, answer = self._answer
+            del load.answers[answer]
+            self._answer = None
 
     def ended(self) -> None:
         """Take all of the request out of the loads."""

@@ -4,28 +4,45 @@ Comes in: what each node has to do, what it has taken for that so far, and how m
 node for the prompt, one for the answer, and the estimates behind the choice. Pure: the caller tells the time.
 
 The arithmetic is in `docs/router.md`. What must never break: an estimate may be wrong, but never infinite or negative, so that no
-node is shut out for ever by what it has once shown; and a decision takes one pass over the nodes.
+node is shut out for ever by what it has once shown; and a decision takes two passes over the nodes and a few pairs.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 #: What a first request is estimated with, before anything was seen: a small model on one core. Equal for all nodes, so only the
-#: work that they have decides. A few requests outweigh it.
-SECONDS_PER_TOKEN, HANDOVER_S, SECONDS_PER_HANDED_TOKEN = 1e-3, 0.02, 2e-5
-#: The same for a step, by the number of answers that share it.
+#: work that they have decides. A few requests outweigh it. Points of a line over the tokens of a prompt, and over the answers of
+#: a step.
+SECONDS_PER_PROMPT = ((16.0, 0.045), (512.0, 0.54))
 SECONDS_PER_STEP = ((1.0, 0.03), (8.0, 0.06))
-#: Weight of that first guess, in prompt tokens, in steps, and in handed-over tokens.
-GUESSED_TOKENS, GUESSED_STEPS, GUESSED_HANDED = 64.0, 4.0, 256.0
+HANDOVER_S, SECONDS_PER_HANDED_TOKEN = 0.02, 2e-5
+#: Weight of that first guess, in prompts, in steps, and in handed-over tokens.
+GUESSED_PROMPTS, GUESSED_STEPS, GUESSED_HANDED = 0.2, 0.5, 256.0
 #: What a new measurement makes of the weight of the earlier ones.
 FADING = 0.97
 #: Tokens of an answer whose length nothing is known about.
 ANSWER_TOKENS = 64.0
 #: A measurement outside these is a clock's jump or a lie, and is cut off.
 MIN_S, MAX_S = 1e-7, 600.0
+
+# Where these numbers are not arithmetic, they were chosen with the simulator of tests/support/fleet_simulator.py.
+
+#: Without a limit, a request is late when it takes so many times what it would take at an idle node.
+PATIENCE = 3.0
+#: Estimates are uncertain: up to this share of a limit it is surely kept, and beyond that share surely missed.
+SURELY_KEPT, SURELY_MISSED = 0.7, 1.1
+#: Missed limits that a request's whole allowance of time weighs as much as, and that a handover must save at least.
+WEIGHT_OF_TIME, WEIGHT_OF_HANDOVER = 0.1, 0.02
+#: No way is taken that costs so many times as much time as the one with the least, whichever limits it keeps.
+MAX_TIMES = 3.0
+#: Seconds after which a prompt that a node was sent hardly tells how many more it will be sent.
+RECENT_S = 5.0
+#: Nodes of each kind that are compared in detail.
+NUM_COMPARED = 3
 
 
 class Rate:
@@ -63,7 +80,7 @@ class Line:
         weight: Measurements that each of them counts as.
     """
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "slope", "start")
 
     def __init__(self, guesses: Sequence[tuple[float, float]], weight: float) -> None:
         self._n = self._x = self._xx = self._xy = self._y = 0.0
@@ -84,13 +101,33 @@ class Line:
         self._xx += weight * x * x
         self._xy += weight * x * y
         self._y += weight * y
-
-    def at(self, x: float) -> float:
-        """Return the seconds at `x`. The line never falls: more answers take no less time."""
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
+        # The line never falls, because more work takes no less time, and it begins at no less than nothing.
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > 1e-9 else 0.0
-        return max(MIN_S, mean_y + slope * (x - mean_x))
+        self.slope = min(slope, mean_y / mean_x) if mean_x > 0 else slope
+        self.start = max(MIN_S, mean_y - self.slope * mean_x)
+
+    def at(self, x: float) -> float:
+        """Return the seconds at `x`."""
+        return self.start + self.slope * x
+
+
+@dataclass(eq=False)
+class Work:
+    """A prompt that a node has to compute, or an answer that it is giving.
+
+    Attributes:
+        num_tokens: Of a prompt, those that are to be computed.
+        at: When the prompt was sent there, or the answer's latest token came.
+        spare_s: Of an answer, and of a prompt whose answer the same node will give: by how much later its tokens may come, in sum,
+            for the limits to be kept. Not above 0: nothing makes it late, because it is already, or because another node answers
+            or nobody sees its tokens come.
+    """
+
+    num_tokens: int
+    at: float
+    spare_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -98,53 +135,100 @@ class NodeLoad:
     """What a node has to do for this router, and what such work has taken there.
 
     Attributes:
-        num_answers: Answers that it is giving.
-        prompt: Seconds per prompt token.
+        prompts: In the order in which it computes them.
+        answers: Those that it is giving.
+        prompt: Seconds per prompt, by the number of tokens that are computed.
         step: Seconds per token of an answer while no prompt is computed there, by the number of answers.
+        queue_s: Until it has computed the prompts that it has.
     """
 
     url: str
-    num_answers: int = 0
-    prompt: Rate = field(default_factory=lambda: Rate(SECONDS_PER_TOKEN, GUESSED_TOKENS))
+    prompts: dict[Work, None] = field(default_factory=dict)
+    answers: dict[Work, None] = field(default_factory=dict)
+    prompt: Line = field(default_factory=lambda: Line(SECONDS_PER_PROMPT, GUESSED_PROMPTS))
     step: Line = field(default_factory=lambda: Line(SECONDS_PER_STEP, GUESSED_STEPS))
-    # Tokens to be computed, and since when.
-    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
-    _num_waiting: int = 0  # their tokens
-    _number: int = 0
+    queue_s: float = 0.0
+    _num_waiting: int = 0  # tokens of its prompts
     _done_at: float = 0.0  # when it had computed its latest prompt
+    # Prompts that it was sent lately, the seconds that they take, and when the latest was sent.
+    _recent: float = 0.0
+    _recent_s: float = 0.0
+    _recent_at: float = 0.0
 
-    @property
-    def queue_s(self) -> float:
-        """Until it has computed the prompts that it has."""
-        return self._num_waiting * self.prompt.seconds
+    def prompt_asked(self, prompt: Work) -> None:
+        """Note a prompt that it is to compute."""
+        self.prompts[prompt] = None
+        self._num_waiting += prompt.num_tokens
+        self._estimate_queue()
+        fading = math.exp(-max(0.0, prompt.at - self._recent_at) / RECENT_S)
+        self._recent = self._recent * fading + 1
+        self._recent_s = self._recent_s * fading + self.prompt.at(prompt.num_tokens)
+        self._recent_at = prompt.at
 
-    def prompt_asked(self, num_tokens: int, now: float) -> int:
-        """Note a prompt with the number of its tokens that are to be computed. Returns the prompt's number."""
-        self._number += 1
-        self._waiting[self._number] = num_tokens, now
-        self._num_waiting += num_tokens
-        return self._number
+    def to_come(self, now: float) -> tuple[float, float]:
+        """Return how many prompts per second it was sent lately, and how long one takes on average."""
+        fading = math.exp(-max(0.0, now - self._recent_at) / RECENT_S)
+        return self._recent * fading / RECENT_S, self._recent_s / self._recent if self._recent else 0.0
 
-    def prompt_ended(self, number: int, now: float, *, is_computed: bool) -> None:
-        """Note that a prompt is computed, or given up. Does nothing for one that is not under way."""
-        if (known := self._waiting.pop(number, None)) is None:
-            return
-        num_tokens, asked_at = known
-        self._num_waiting -= num_tokens
+    def prompt_ended(self, prompt: Work, now: float, *, is_computed: bool) -> None:
+        """Note that a prompt is computed, or given up."""
+        del self.prompts[prompt]
+        self._num_waiting -= prompt.num_tokens
         if is_computed:
             # It waited for the one before it.
-            self.prompt.add(now - max(asked_at, self._done_at), num_tokens)
+            self.prompt.add(prompt.num_tokens, now - max(prompt.at, self._done_at))
             self._done_at = now
+        self._estimate_queue()
 
-    def step_taken(self, seconds: float) -> None:
-        """Note the time between two tokens of one answer, unless a prompt that was computed meanwhile explains it."""
-        if not self._waiting:
-            self.step.add(self.num_answers, seconds)
+    def _estimate_queue(self) -> None:
+        # Here and not when it is asked for, because every choice asks every node.
+        self.queue_s = len(self.prompts) * self.prompt.start + self._num_waiting * self.prompt.slope
+
+    def tokens_came(self, answer: Work, now: float, num_tokens: int) -> None:
+        """Note tokens of an answer that came together. Their time is not that of steps if prompts were computed meanwhile."""
+        seconds, answer.at = now - answer.at, now
+        if math.isfinite(seconds):
+            answer.spare_s -= seconds - num_tokens * self.step.at(len(self.answers))
+        if not self.prompts:
+            self.step.add(len(self.answers), seconds / num_tokens)
+
+    def num_delayed(self, seconds: float) -> float:
+        """Return how many answers would become late if a prompt that takes so long came after those that it has."""
+        num, behind_s = 0.0, 0.0
+        for prompt in reversed(self.prompts):
+            num += _made_late(prompt, behind_s, seconds)
+            behind_s += self.prompt.at(prompt.num_tokens)
+        return num + sum(_made_late(answer, behind_s, seconds) for answer in self.answers)
+
+
+def _made_late(work: Work, before_s: float, seconds: float) -> float:
+    if work.spare_s <= 0:
+        return 0.0
+    return chance_to_miss(before_s + seconds, work.spare_s) - chance_to_miss(before_s, work.spare_s)
+
+
+def chance_to_miss(estimate_s: float, limit_s: float) -> float:
+    """Return how likely a limit is missed."""
+    if limit_s <= 0:
+        return 1.0
+    share = (estimate_s / limit_s - SURELY_KEPT) / (SURELY_MISSED - SURELY_KEPT)
+    return min(1.0, max(0.0, share))
+
+
+def chance_of_more(mean: float, number: float) -> float:
+    """Return how likely more than a number of things happen that happen so often on average, independently of each other."""
+    if number > 20:  # near enough, and no sum of a thousand terms
+        return float(mean > number)
+    chance = term = math.exp(-mean)
+    for each in range(1, int(number) + 1):
+        term *= mean / each
+        chance += term
+    return max(0.0, 1.0 - chance)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a user wants kept; 0: nothing."""
+    """What a user wants kept; 0: `PATIENCE` times what an idle node would take."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
@@ -158,11 +242,13 @@ class Ask:
         num_tokens: Of the prompt.
         num_answer_tokens: At most; 0: not known.
         cached: URL of a node → tokens of the prompt that it probably has cached.
+        is_stream: The client sees when each token comes.
     """
 
     num_tokens: int
     num_answer_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
+    is_stream: bool = True
 
     def num_missing(self, node: NodeLoad) -> int:
         """Tokens of the prompt that a node would compute. The last one always is."""
@@ -177,6 +263,10 @@ class Choice:
         prefill: Computes the prompt. The same as `decode`: nothing is handed over.
         ttft_s: Until the answer begins.
         others_s: Added to other answers and prompts, summed over them.
+        num_late: Requests that will miss a limit because of this one, itself included.
+        total_s: All time that it takes and adds.
+        score: What is compared; the lowest is taken.
+        spare_s: As in `Work`, when its answer begins.
         alternative_s: The total of the best choice of the other kind; infinite if there is none.
     """
 
@@ -184,8 +274,10 @@ class Choice:
     decode: NodeLoad
     ttft_s: float
     others_s: float
-    num_missed: int
+    num_late: float
     total_s: float
+    score: float
+    spare_s: float
     alternative_s: float = math.inf
 
     @property
@@ -193,9 +285,9 @@ class Choice:
         return self.prefill is self.decode
 
     def __str__(self) -> str:
-        way = "local" if self.is_local else "handover"
         return (
-            f"{way}; ttft={self.ttft_s:.3f}; others={self.others_s:.3f}; alternative={self.alternative_s:.3f}"
+            f"{'local' if self.is_local else 'handover'}; ttft={self.ttft_s:.3f}; others={self.others_s:.3f}; "
+            f"late={self.num_late:.2f}; alternative={self.alternative_s:.3f}"
         )
 
 
@@ -205,11 +297,12 @@ def choose(
     decodes: Sequence[NodeLoad],
     handover: Callable[[NodeLoad, NodeLoad], Rate],
     limits: Limits,
+    now: float = 0.0,
     *,
     may_be_local: bool = True,
     may_hand_over: bool = True,
 ) -> Choice | None:
-    """Choose the nodes for a request, by the fewest missed limits, then by the least time added to everyone.
+    """Choose the nodes for a request: those by which the fewest requests become late, then those that add the least time.
 
     Args:
         prefills, decodes: The nodes that may compute its prompt, and those that may answer it. A node may be in both.
@@ -218,53 +311,88 @@ def choose(
     Returns:
         None if there is no such pair.
     """
-    pairs: list[tuple[NodeLoad, NodeLoad, float]] = []
+    glances = {node: _glance(ask, node) for node in {*prefills, *decodes}}
+    choices: list[Choice] = []
     if may_be_local:
-        able = {id(node) for node in prefills}
-        own = [node for node in decodes if id(node) in able]
-        if own:
-            node = min(own, key=lambda node: _rank(ask, node, node, 0.0, limits))
-            pairs.append((node, node, 0.0))
-    if may_hand_over and prefills and decodes:
-        # A handover's cost hardly depends on the pair, so each end is chosen by itself: one pass over the nodes, not their square.
-        prefill = min(prefills, key=lambda node: node.queue_s + _prompt_s(ask, node) * (1 + node.num_answers))
-        if others := [node for node in decodes if node is not prefill]:
-            decode = min(others, key=lambda node: _steps_s(ask, node) + node.queue_s)
-            pairs.append((prefill, decode, HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens))
-    if not pairs:
+        able = set(prefills)
+        own = [node for node in decodes if node in able]
+        candidates = _least(own, [sum(glances[node]) for node in own])
+        # A request that is late anywhere is best added to the longest queue: no other one becomes late for it.
+        candidates |= dict.fromkeys(heapq.nlargest(1, own, key=lambda node: node.queue_s))
+        choices += [_rated(ask, node, node, 0.0, limits, now) for node in candidates]
+    if may_hand_over:
+        # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
+        firsts = _least(prefills, [glances[node][0] for node in prefills])
+        seconds = _least(decodes, [glances[node][1] + node.queue_s for node in decodes])
+        for prefill in firsts:
+            for decode in seconds:
+                if decode is not prefill:
+                    handover_s = HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
+                    choices.append(_rated(ask, prefill, decode, handover_s, limits, now))
+    if not choices:
         return None
-    choices = [Choice(pair[0], pair[1], *_rated(ask, *pair, limits)) for pair in pairs]
-    chosen, *rest = sorted(choices, key=lambda each: (each.num_missed, each.total_s))
-    return replace(chosen, alternative_s=rest[0].total_s) if rest else chosen
+    highest_s = MAX_TIMES * min(each.total_s for each in choices)
+    chosen = min((each for each in choices if each.total_s <= highest_s), key=lambda each: each.score)
+    others = (each.total_s for each in choices if each.is_local is not chosen.is_local)
+    return replace(chosen, alternative_s=min(others, default=math.inf))
 
 
-def _rank(
-    ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits
-) -> tuple[int, float]:
-    return _rated(ask, prefill, decode, handover_s, limits)[2:]
+def _least(nodes: Sequence[NodeLoad], seconds: Sequence[float]) -> dict[NodeLoad, None]:
+    """Return the nodes with the least seconds, the least first; of equal ones, those that come first."""
+    places = heapq.nsmallest(NUM_COMPARED, zip(seconds, range(len(nodes)), strict=True))
+    return {nodes[place]: None for _, place in places}
 
 
-def _prompt_s(ask: Ask, node: NodeLoad) -> float:
-    return ask.num_missing(node) * node.prompt.seconds
+def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
+    """Return what the prompt would take and add if this node computed it, and what the answer would if it gave it."""
+    num_answers, prompt = len(node.answers), node.prompt
+    prompt_s = prompt.start + prompt.slope * ask.num_missing(node)
+    # Each answer of the node pauses while it computes.
+    return node.queue_s + prompt_s * (1 + num_answers), _steps_s(ask, node)
 
 
 def _steps_s(ask: Ask, node: NodeLoad) -> float:
     """What the steps of an answer take, and what it adds to those of the node's other answers."""
-    num_steps = ask.num_answer_tokens or ANSWER_TOKENS
-    before, after = node.step.at(node.num_answers), node.step.at(node.num_answers + 1)
-    return num_steps * (after + node.num_answers * (after - before))
+    num_answers, step = len(node.answers), node.step
+    return (ask.num_answer_tokens or ANSWER_TOKENS) * (step.at(num_answers + 1) + num_answers * step.slope)
 
 
 def _rated(
-    ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits
-) -> tuple[float, float, int, float]:
-    """Return the estimates of a `Choice`: time until the answer begins, what is added to others, missed limits, and the total."""
-    num_answers = decode.num_answers
-    prompt_s, step_s = _prompt_s(ask, prefill), decode.step.at(num_answers + 1)
-    ttft_s = prefill.queue_s + prompt_s + handover_s + step_s
+    ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits, now: float
+) -> Choice:
+    prompt_s, step_s = prefill.prompt.at(ask.num_missing(prefill)), decode.step.at(len(decode.answers) + 1)
+    is_local = prefill is decode
+    # Computing a prompt gives the first token. After a handover, the decode node takes a step for it.
+    ttft_s = prefill.queue_s + prompt_s + (0.0 if is_local else handover_s + step_s)
     # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts of its own node.
-    others_s = prefill.num_answers * prompt_s
-    pause_s = decode.queue_s if prefill is not decode else 0.0
-    longest_s = max(pause_s, prompt_s if prefill.num_answers else 0.0, step_s)
-    num_missed = int(0 < limits.ttft_s < ttft_s) + int(0 < limits.itl_s < longest_s)
-    return ttft_s, others_s, num_missed, ttft_s + others_s + pause_s + _steps_s(ask, decode)
+    others_s = len(prefill.answers) * prompt_s
+    pause_s = 0.0 if is_local else max(0.0, decode.queue_s - ttft_s)
+    num_steps = ask.num_answer_tokens or ANSWER_TOKENS
+    ttft_limit_s = limits.ttft_s or PATIENCE * prefill.prompt.at(ask.num_tokens)
+    itl_limit_s = limits.itl_s or PATIENCE * decode.step.at(1)
+    late = chance_to_miss(ttft_s, ttft_limit_s)
+    spare_s = (num_steps - 1) * (itl_limit_s - step_s) - pause_s
+    if ask.is_stream and num_steps > 1:
+        rate, next_s = decode.to_come(now)
+        # Prompts that come while this one waits or is computed are computed right after it, that is, during its answer.
+        window_s = num_steps * step_s + (prefill.queue_s + prompt_s if is_local else next_s)
+        late = max(
+            late, 1.0 if spare_s <= 0 else chance_of_more(rate * window_s, spare_s / max(next_s, MIN_S))
+        )
+    is_safe_from_others = late >= 1 or not ask.is_stream
+    num_late = late + prefill.num_delayed(prompt_s)
+    total_s = ttft_s + others_s + pause_s + _steps_s(ask, decode)
+    # Its own wait does not count if it is late in any case.
+    weighed_s = total_s if late < 1 else -prefill.queue_s
+    score = num_late + WEIGHT_OF_TIME * weighed_s / (ttft_limit_s + num_steps * itl_limit_s)
+    score += 0.0 if is_local else WEIGHT_OF_HANDOVER
+    return Choice(
+        prefill,
+        decode,
+        ttft_s,
+        others_s,
+        num_late,
+        total_s,
+        score,
+        spare_s=0.0 if is_safe_from_others else spare_s,
+    )

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.fleet import Fleet, Mode, Progress
-from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, choose
+from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, Work, chance_of_more, choose
 from kvferry.router.prefixes import PIECE_TOKENS, Prefixes, keys_of
 from tests.support.fake_nodes import routed
 
@@ -26,6 +26,17 @@ def handover(prefill: NodeLoad, decode: NodeLoad) -> Rate:
 
 def nodes(num: int) -> list[NodeLoad]:
     return [NodeLoad(f"http://node-{number}") for number in range(num)]
+
+
+def compute(load: NodeLoad, num_tokens: int) -> None:
+    """Give a node a prompt to compute, whose answer is given elsewhere."""
+    load.prompt_asked(Work(num_tokens, 0.0))
+
+
+def answer(load: NodeLoad, num: int, spare_s: float = 1e9) -> None:
+    """Let a node give answers that may come so much later."""
+    for _ in range(num):
+        load.answers[Work(0, 0.0, spare_s)] = None
 
 
 def chosen(ask: Ask, loads: list[NodeLoad], limits: Limits = NO_LIMITS, **modes: bool) -> Choice:
@@ -43,23 +54,64 @@ def test_an_idle_node_does_all_of_a_request() -> None:
 
 def test_a_request_goes_to_the_node_with_less_to_do() -> None:
     busy, idle = loads = nodes(2)
-    busy.prompt_asked(5000, now=0.0)
+    compute(busy, 5000)
     assert chosen(Ask(20, 64), loads).decode is idle
     assert chosen(Ask(20, 64), loads).is_local
 
 
 def test_a_long_prompt_keeps_away_from_answers_that_it_would_hold_up() -> None:
     answering, computing = loads = nodes(2)
-    answering.num_answers, computing.num_answers = 3, 0
-    computing.prompt_asked(200, now=0.0)
-    long = chosen(Ask(4000, 8), loads)
-    assert long.prefill is computing
-    answering.num_answers = computing.num_answers = 2
-    for _ in range(50):  # a node whose answers hardly slow each other down
-        for load in loads:
-            load.step.add(2, 0.01)
-            load.step.add(8, 0.01)
-    assert chosen(Ask(10, 500), loads).is_local
+    answer(answering, 3)
+    compute(computing, 200)
+    assert chosen(Ask(4000, 8), loads).prefill is computing
+
+
+def test_a_prompt_goes_where_it_makes_no_answer_late() -> None:
+    one, other = loads = nodes(2)
+    answer(one, 1, spare_s=0.3)
+    answer(other, 2)  # more of them pause, but they can wait
+    choice = chosen(Ask(1000, 8), loads)
+    assert (choice.prefill, choice.num_late) == (other, 0)
+    # The answer of a prompt that waits for its turn is held up as well.
+    for load in loads:
+        load.answers.clear()
+    one.prompt_asked(Work(300, 0.0, spare_s=0.3))
+    compute(other, 600)
+    assert chosen(Ask(1000, 8), loads).prefill is other
+
+
+def test_a_request_that_is_late_anywhere_makes_no_other_one_late() -> None:
+    one, other = loads = nodes(2)
+    compute(one, 6000)
+    compute(other, 5000)
+    assert chosen(Ask(1000, 8), loads).prefill is one
+    compute(one, 50_000)  # but it does not wait for ever
+    assert chosen(Ask(1000, 8), loads).prefill is other
+
+
+def test_an_answer_is_given_where_fewer_prompts_come() -> None:
+    """Roles come about by themselves: a prompt that comes later would hold up the answer of this one."""
+    computing, answering = loads = nodes(2)
+    for at in range(20):
+        prompt = Work(1000, float(at))
+        computing.prompt_asked(prompt)
+        computing.prompt_ended(prompt, at + 0.9, is_computed=True)
+    answer(answering, 3, spare_s=0.5)
+    ask = Ask(1000, 8)
+    choice = choose(ask, loads, loads, handover, NO_LIMITS, now=20.0)
+    assert choice is not None
+    assert (choice.prefill, choice.decode) == (computing, answering)
+    later = choose(ask, loads, loads, handover, NO_LIMITS, now=200.0)
+    assert later is not None
+    assert (later.prefill, later.decode) == (computing, computing)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 2.0, 19.0, 1e6])
+def test_how_likely_more_prompts_come_than_an_answer_can_wait_for(mean: float) -> None:
+    chances = [chance_of_more(mean, number) for number in (0, 0.9, 1, 3, 30, 1e9)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] == pytest.approx(1 - math.exp(-mean))
+    assert chances[-1] == 0
 
 
 def test_what_is_cached_need_not_be_computed() -> None:
@@ -67,28 +119,36 @@ def test_what_is_cached_need_not_be_computed() -> None:
     choice = chosen(Ask(4000, 16, {second.url: 3900}), loads)
     assert (choice.prefill, choice.is_local) == (second, True)
     assert choice.ttft_s < 0.3
-    first.prompt_asked(100, now=0.0)
+    compute(first, 100)
     assert chosen(Ask(4000, 16, {second.url: 3900}), loads).prefill is second
 
 
 def test_a_prompt_is_handed_over_from_the_node_that_has_it_to_one_that_is_free() -> None:
     full, free = loads = nodes(2)
-    full.num_answers = 6
+    answer(full, 6)
     for _ in range(50):  # each answer slows all others down
         for number in (1, 7):
             full.step.add(number, 0.02 * number)
             free.step.add(number, 0.02 * number)
-    choice = chosen(Ask(4000, 200, {full.url: 3990}), loads)
+    choice = chosen(Ask(4000, 20, {full.url: 3990}), loads)
     assert (choice.prefill, choice.decode) == (full, free)
 
 
 def test_limits_come_before_the_sum_of_times() -> None:
-    answering, idle = loads = nodes(2)
-    answering.num_answers = 1
-    idle.prompt_asked(900, now=0.0)
-    assert chosen(Ask(300, 8), loads).prefill is answering
-    assert chosen(Ask(300, 8), loads, Limits(itl_s=0.1)).prefill is idle
-    assert chosen(Ask(300, 8), loads, Limits(ttft_s=0.5, itl_s=0.4)).prefill is answering
+    one, other = loads = nodes(2)
+    compute(one, 900)
+    ask = Ask(300, 8, {one.url: 290})
+    assert chosen(ask, loads, Limits(ttft_s=30.0)).prefill is other
+    compute(other, 1000)
+    assert chosen(ask, loads, Limits(ttft_s=30.0)).prefill is one
+    assert chosen(ask, loads, Limits(ttft_s=1.2)).prefill is one
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-3, 1e9])
+def test_limits_that_no_node_or_every_node_keeps_do_not_matter(seconds: float) -> None:
+    one, other = loads = nodes(2)
+    compute(one, 20_000)
+    assert chosen(Ask(300, 8), loads, Limits(seconds, seconds)).prefill is other
 
 
 @pytest.mark.parametrize(
@@ -110,7 +170,7 @@ def test_fixed_roles_are_a_restriction_of_the_choice() -> None:
 def test_a_choice_says_what_the_other_way_would_cost() -> None:
     choice = chosen(Ask(1000, 64), nodes(2))
     assert choice.total_s < choice.alternative_s < math.inf
-    assert str(choice).startswith("local; ttft=1.030; others=0.000; alternative=")
+    assert str(choice).startswith("local; ttft=1.027; others=0.000; late=0.00; alternative=")
 
 
 # -- what is learned ---------------------------------------------------------------------------------
@@ -119,36 +179,50 @@ def test_a_choice_says_what_the_other_way_would_cost() -> None:
 def test_a_node_is_as_fast_as_it_was_lately() -> None:
     load = NodeLoad("http://node")
     now = 0.0
-    for _ in range(60):
-        number = load.prompt_asked(1000, now)
-        now += 0.1
-        load.prompt_ended(number, now, is_computed=True)
-    assert load.prompt.seconds == pytest.approx(1e-4, rel=0.05)
-    for _ in range(60):
-        number = load.prompt_asked(1000, now)
-        now += 4.0
-        load.prompt_ended(number, now, is_computed=True)
-    assert load.prompt.seconds == pytest.approx(4e-3, rel=0.2)
+    for seconds in (0.1, 4.0):
+        for _ in range(100):
+            prompt = Work(1000, now)
+            load.prompt_asked(prompt)
+            now += seconds
+            load.prompt_ended(prompt, now, is_computed=True)
+        assert load.prompt.at(1000) == pytest.approx(seconds, rel=0.2)
 
 
 def test_the_wait_behind_another_prompt_is_not_taken_for_computing() -> None:
     load = NodeLoad("http://node")
     for round_ in range(40):
         began = 10.0 * round_
-        numbers = [load.prompt_asked(1000, began) for _ in range(4)]
-        for place, number in enumerate(numbers, 1):
-            load.prompt_ended(number, began + place, is_computed=True)
-    assert load.prompt.seconds == pytest.approx(1e-3, rel=0.01)
+        prompts = [Work(1000, began) for _ in range(4)]
+        for prompt in prompts:
+            load.prompt_asked(prompt)
+        for place, prompt in enumerate(prompts, 1):
+            load.prompt_ended(prompt, began + place, is_computed=True)
+    assert load.prompt.at(1000) == pytest.approx(1.0, rel=0.01)
+    assert load.queue_s == 0
+
+
+def test_a_prompt_has_a_fixed_cost_beside_that_of_its_tokens() -> None:
+    load = NodeLoad("http://node")
+    for number in range(200):
+        load.prompt.add(8, 0.05)
+        load.prompt.add(100 + number, 0.05 + 0.002 * (92 + number))
+    assert load.prompt.at(8) == pytest.approx(0.05, rel=0.05)
+    for num_tokens in (8, 8, 200):
+        compute(load, num_tokens)
+    assert load.queue_s == pytest.approx(2 * load.prompt.at(8) + load.prompt.at(200))
 
 
 def test_a_step_during_a_prompt_says_nothing_about_steps() -> None:
-    load = NodeLoad("http://node", num_answers=1)
+    load, given = NodeLoad("http://node"), Work(0, 0.0, 10.0)
+    load.answers[given] = None
     before = load.step.at(1)
-    number = load.prompt_asked(100, 0.0)
-    load.step_taken(5.0)
+    prompt = Work(100, 0.0)
+    load.prompt_asked(prompt)
+    load.tokens_came(given, 5.0, 1)
     assert load.step.at(1) == before
-    load.prompt_ended(number, 1.0, is_computed=False)
-    load.step_taken(5.0)
+    assert given.spare_s == pytest.approx(5.0 + before)  # but the answer has less time left
+    load.prompt_ended(prompt, 6.0, is_computed=False)
+    load.tokens_came(given, 10.0, 1)
     assert load.step.at(1) > before
 
 
@@ -240,7 +314,7 @@ def test_a_request_leaves_nothing_behind_and_an_ended_process_is_forgotten() -> 
         progress.ended()
     for url in "ab":
         load = fleet.load(url)
-        assert (load.queue_s, load.num_answers) == (0, 0)
+        assert (load.queue_s, load.prompts, load.answers) == (0, {}, {})
     assert fleet.prefixes.shares(keys_of({"prompt": list(range(40))})) == {"a": 1.0, "b": 1.0}
     before = fleet.load("a")
     fleet.forget("a")

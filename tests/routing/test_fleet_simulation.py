@@ -1,0 +1,137 @@
+"""The router's placement in virtual time, against fixed ways and against one that knows the future.
+
+The loads are those of `benchmarks/fleet.py`. Everything follows from the seeds, so a failure repeats.
+"""
+
+from __future__ import annotations
+
+import random
+import runpy
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.router.placement import Limits
+from tests.support.fleet_simulator import (
+    Arrival,
+    Chosen,
+    Costs,
+    FleetSimulation,
+    Outcome,
+    best_known,
+    fixed_ways,
+    goodput,
+    routed,
+)
+
+FIGURES: Mapping[str, Any] = runpy.run_path(
+    str(Path(__file__).parents[2] / "benchmarks" / "fleet_figures.py")
+)
+CPU = Costs()
+#: Something like a GPU: prompts are cheap, steps are short, and a handover is a large part of a short prompt.
+GPU = Costs(0.008, 4e-5, 3e-4, 2048, 0.004, 2e-6)
+INTENSITIES = (0.7, 1.0, 1.4)
+
+
+def arrivals(load: str, seed: int, intensity: float, costs: Costs, num_nodes: int) -> list[Arrival]:
+    """Return 32 requests of a load, which bring so much work per unit of time, 1 for what the nodes do one by one."""
+    plan = FIGURES["LOADS"][load](random.Random(f"{seed} {load}"), 32, 1.0)
+    idle = FIGURES["Unloaded"](
+        {number: costs.unloaded_ttft_s(number) for number in (16, 256, 512, 1024, 2048)}, costs.unloaded_itl_s
+    )
+    found: list[Arrival] = []
+    for number, turns in enumerate(FIGURES["paced"](plan, idle, num_nodes, intensity)[0]):
+        context: list[int] = []
+        before = None
+        for turn in turns:
+            context = context + FIGURES["prompt_tokens"](str(seed), turn, 30_000)
+            found.append(Arrival(turn.after, context, turn.max_tokens, before))
+            before = len(found) - 1
+            context = context + random.Random(f"{seed} {number} {before}").choices(
+                range(30_000), k=turn.max_tokens
+            )
+    return found
+
+
+@cache
+def rounds(
+    load: str, intensity: float, costs: Costs = CPU, num_nodes: int = 2, num: int = 6
+) -> tuple[dict[str, float], list[Chosen]]:
+    """Return the mean goodput of each way over some rounds, and what the router chose."""
+    rates: dict[str, list[float]] = {}
+    chosen = []
+    for seed in range(num):
+        requests = arrivals(load, seed, intensity, costs, num_nodes)
+        for name, way in fixed_ways(num_nodes).items():
+            outcomes = FleetSimulation(requests, [costs] * num_nodes, way).run()
+            rates.setdefault(name, []).append(goodput(outcomes, costs))
+        simulation = FleetSimulation(requests, [costs] * num_nodes, fleet=routed())
+        rates.setdefault("auto", []).append(goodput(simulation.run(), costs))
+        chosen.append(simulation.chosen)
+    return {name: statistics.fmean(each) for name, each in rates.items()}, chosen
+
+
+@pytest.mark.parametrize("intensity", INTENSITIES)
+@pytest.mark.parametrize("load", FIGURES["LOADS"])
+@pytest.mark.parametrize(
+    ("costs", "num_nodes", "share"),
+    # The rounds of the fleet like GPUs take 2 to 5 s, in which the router has to learn what everything takes.
+    [(CPU, 2, 0.98), (GPU, 2, 0.95), (CPU, 3, 0.97)],
+    ids=["cpu", "gpu", "three"],
+)
+def test_no_fixed_way_keeps_the_limits_for_more_requests(
+    load: str, intensity: float, costs: Costs, num_nodes: int, share: float
+) -> None:
+    rates, _ = rounds(load, intensity, costs, num_nodes)
+    best = max(rate for name, rate in rates.items() if name != "auto")
+    assert rates["auto"] >= share * best, rates
+
+
+@pytest.mark.parametrize(("load", "gain"), [("interference", 1.2), ("long-prompts", 1.5)])
+def test_it_keeps_more_limits_where_nodes_are_full(load: str, gain: float) -> None:
+    rates, _ = rounds(load, 1.4)
+    assert rates["auto"] >= gain * max(rate for name, rate in rates.items() if name != "auto"), rates
+
+
+@pytest.mark.parametrize("load", ["interference", "long-answers", "conversations"])
+def test_it_comes_near_to_a_choice_that_knows_the_future(load: str) -> None:
+    _, chosen = rounds(load, 1.0)
+    rates, _ = rounds(load, 1.0)
+    known = []
+    for seed in range(2):
+        requests = arrivals(load, seed, 1.0, CPU, 2)
+        known.append(best_known(requests, [CPU, CPU], [chosen[seed]], seed, 150))
+    assert rates["auto"] >= 0.75 * statistics.fmean(known)
+
+
+def test_a_slow_node_gets_less_to_do() -> None:
+    requests = arrivals("short-answers", 1, 1.0, CPU, 2)
+    slow = replace(CPU, step_s=5 * CPU.step_s, prompt_token_s=5 * CPU.prompt_token_s)
+    simulation = FleetSimulation(requests, [slow, CPU], fleet=routed())
+    simulation.run()
+    assert sum(decode == 0 for _, decode in simulation.chosen.values()) < len(requests) / 3
+
+
+@pytest.mark.parametrize("limits", [Limits(1e-9, 1e-9), Limits(1e9, 1e9), Limits(1e-9, 1e9)], ids=str)
+def test_absurd_limits_leave_a_sensible_choice(limits: Limits) -> None:
+    """A limit that is always missed must not send every request to one node."""
+    requests = arrivals("long-prompts", 2, 1.0, CPU, 2)
+
+    def mean_ttft(outcomes: list[Outcome]) -> float:
+        return statistics.fmean(each.ttft_s for each in outcomes)
+
+    by_turns = FleetSimulation(requests, [CPU, CPU], fixed_ways(2)["round-robin"]).run()
+    assert mean_ttft(FleetSimulation(requests, [CPU, CPU], fleet=routed(limits)).run()) < 2 * mean_ttft(
+        by_turns
+    )
+
+
+def test_a_simulation_repeats() -> None:
+    requests = arrivals("interference", 3, 1.0, CPU, 2)
+    first, second = (FleetSimulation(requests, [CPU, CPU], fleet=routed()).run() for _ in range(2))
+    assert [each.token_times for each in first] == [each.token_times for each in second]
