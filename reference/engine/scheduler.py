@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, Literal
 
 from ...connector.base import SchedulerHalf
 from ...connector.config import EngineConfig
@@ -33,6 +33,11 @@ from .step import ScheduledRequest, StepDraft, StepOutcome, StepPlan
 from .types import FinishReason
 
 logger = logging.getLogger(__name__)
+
+#: Prompts that fit into this part of a step, one n-th of its tokens, do not wait for longer ones that are being computed.
+SHORT_SHARE: Final = 4
+#: Up to this share of the pool in use.
+MAX_USAGE: Final = 0.75
 
 
 class Scheduler:
@@ -160,14 +165,34 @@ class Scheduler:
         return request.request_id not in self._suspects
 
     def _plan_running(self, draft: StepDraft) -> None:
-        # A long prompt must not delay requests that need one token each.
-        decodes_first = sorted(self.running, key=lambda request: request.num_uncomputed_tokens > 1)
-        for request in decodes_first:
+        # A long prompt must not delay requests that need one token each, nor short prompts.
+        prompts = [request for request in self.running if request.num_uncomputed_tokens > 1]
+        self._plan_each([request for request in self.running if request not in prompts], draft)
+        if prompts:
+            self._plan_short(draft)
+        self._plan_each(prompts, draft)
+
+    def _plan_each(self, requests: Sequence[Request], draft: StepDraft) -> None:
+        for request in requests:
             if draft.num_free_tokens == 0:
                 return
             # An earlier request of this loop may have preempted it.
             if request.status is RequestStatus.RUNNING and self._admits(draft, request):
                 self._try_schedule(request, draft)
+
+    def _plan_short(self, draft: StepDraft) -> None:
+        """Let prompts that wait go first, as far as they fit whole into a part of the step. The long ones keep the rest."""
+        num_tokens = min(self._limits.max_num_batched_tokens // SHORT_SHARE, draft.num_free_tokens)
+        for request in list(self.waiting):
+            # Requests that run may soon need all blocks of a nearly full pool, and would take them back from this one.
+            if self._num_holders >= self._limits.max_num_seqs or self._manager.usage > MAX_USAGE:
+                return
+            if request.num_tokens > num_tokens or not self._admits(draft, request):
+                continue
+            num_before = draft.num_free_tokens
+            if self._try_start(request, draft) is None:
+                self.waiting.remove(request)
+                num_tokens -= num_before - draft.num_free_tokens
 
     def _plan_ready(self, draft: StepDraft) -> None:
         for request in list(self.ready):
@@ -221,25 +246,30 @@ class Scheduler:
         not_yet: list[Request] = []
         while self.waiting and draft.num_free_tokens > 0 and self._num_holders < self._limits.max_num_seqs:
             request = self.waiting[0]
-            if not self._admits(draft, request):
-                not_yet.append(self.waiting.popleft())
-                continue
-            local_blocks, num_local = (
-                (None, 0) if request.computes_whole_prompt else self._manager.get_computed_blocks(request)
-            )
-            num_external, is_async = self._num_loadable_tokens(request, num_local)
-            if num_external is None:
-                not_yet.append(self.waiting.popleft())
-                continue
-            num_uncomputed = request.num_tokens - num_local - num_external
-            num_new_tokens = 0 if is_async else min(num_uncomputed, draft.num_free_tokens)
-            if not self._manager.allocate_slots(
-                request, num_new_tokens, computed_blocks=local_blocks, num_external_tokens=num_external
-            ):
+            why_not = self._try_start(request, draft) if self._admits(draft, request) else "not yet"
+            if why_not == "no blocks":
                 break
             self.waiting.popleft()
-            self._start(request, num_local, num_external, num_new_tokens, draft)
+            if why_not == "not yet":
+                not_yet.append(request)
         self.waiting.extendleft(reversed(not_yet))
+
+    def _try_start(self, request: Request, draft: StepDraft) -> Literal["not yet", "no blocks"] | None:
+        """Start a request that waits, which the caller takes out of the queue. Otherwise return why it stays there."""
+        local_blocks, num_local = (
+            (None, 0) if request.computes_whole_prompt else self._manager.get_computed_blocks(request)
+        )
+        num_external, is_async = self._num_loadable_tokens(request, num_local)
+        if num_external is None:
+            return "not yet"
+        num_uncomputed = request.num_tokens - num_local - num_external
+        num_new_tokens = 0 if is_async else min(num_uncomputed, draft.num_free_tokens)
+        if not self._manager.allocate_slots(
+            request, num_new_tokens, computed_blocks=local_blocks, num_external_tokens=num_external
+        ):
+            return "no blocks"
+        self._start(request, num_local, num_external, num_new_tokens, draft)
+        return None
 
     def _start(
         self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: StepDraft

@@ -138,6 +138,44 @@ def test_requests_share_a_step_and_decodes_go_first(node: Node) -> None:
     assert list(node.scheduled()) == ["a", "b"]
 
 
+def test_short_prompts_do_not_wait_for_a_long_one(node: Node) -> None:
+    node.add("long", _tokens(100))
+    assert node.scheduled() == {"long": 16}
+    node.add("another", _tokens(50, 200))
+    for name, start in (("a", 300), ("b", 310), ("c", 320)):
+        node.add(name, _tokens(3, start))
+    # A quarter of the step is for those that fit into it whole, one after the other. The long ones have the rest.
+    assert node.scheduled() == {"a": 3, "long": 13}
+    assert node.scheduled() == {"a": 1, "b": 3, "long": 12}
+    assert node.scheduled() == {"a": 1, "b": 1, "c": 3, "long": 11}
+    assert node.scheduled() == {"a": 1, "b": 1, "c": 1, "long": 13}
+    assert "another" not in node.scheduled()
+
+
+def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
+    node = Node(num_blocks=256, max_num_seqs=64)
+    node.add("long", _tokens(90))
+    for number in range(40):
+        node.add(f"s{number}", _tokens(4, 100 + 4 * number))
+    chunks = []
+    while (chunk := node.scheduled()["long"]) > 1:
+        chunks.append(chunk)
+        for request in [*node.scheduler.running]:
+            if request.request_id != "long" and request.num_tokens > 4:
+                node.scheduler.finish(request, "length")
+    assert chunks == [16, *[12] * 6, 2]
+
+
+def test_a_short_prompt_takes_no_blocks_that_a_long_one_needs() -> None:
+    node = Node(num_blocks=13, budget=8)
+    node.add("long", _tokens(44))
+    for _ in range(5):
+        node.scheduled()
+    node.add("short", _tokens(2, 200))
+    assert node.manager.usage > 0.75
+    assert list(node.scheduled().items()) == [("long", 4), ("short", 2)]
+
+
 def test_no_more_requests_than_allowed_hold_blocks() -> None:
     node = Node(max_num_seqs=2)
     requests = [node.add(name, _tokens(3)) for name in "abc"]
