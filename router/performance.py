@@ -169,6 +169,9 @@ class Performance:
             await asyncio.gather(*self._closing, return_exceptions=True)
             if exchange.is_complete or self._whole is not None:
                 self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
+            if exchange.placement and self._timeline.first_token_s is not None:
+                # What became of the estimate.
+                current_span().set(ttft_s=self._timeline.first_token_s)
         if self._refusal is not None:
             raise self._refusal
         response = self._stream if self._whole is None else self._whole
@@ -331,6 +334,8 @@ class Performance:
         self._chosen = ""
         if choice is not None:
             exchange.placement = str(choice)
+            self._timeline.placed(exchange.placement)
+            current_span().set(placement=exchange.placement)
             services.metrics.placements.labels("local" if choice.is_local else "handover").inc()
             if choice.is_local:
                 exchange.prefill_url = choice.decode.url

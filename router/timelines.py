@@ -165,11 +165,16 @@ class Timeline:
         self._num_attempts = 0
         self._status: int | None = None
         self._error = ""
+        self._placement = ""
 
     def _now_s(self) -> float:
         return time.monotonic() - self._zero_s
 
     # -- what the router notes ------------------------------------------------------------------------
+
+    def placed(self, choice: str) -> None:
+        """Note which way the request goes, and the estimates behind that."""
+        self._placement = choice
 
     def prefill_sent(self, node: str) -> None:
         """Note that a prefill node is about to receive the request."""
@@ -234,6 +239,13 @@ class Timeline:
             self._status = self._status or status
 
     # -- what the page shows --------------------------------------------------------------------------
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the arrival to the first token that the client saw or could see; None before it came."""
+        if self._first_sent_s is None and self._decode is not None:
+            return self._decode.first_token_s
+        return self._first_sent_s
 
     @property
     def is_done(self) -> bool:
@@ -318,9 +330,7 @@ class Timeline:
     def report(self) -> dict[str, Any]:
         """Return the record as JSON. Times are in milliseconds from the arrival."""
         prefill, decode = self._prefill, self._decode
-        first_s = self._first_sent_s
-        if first_s is None and decode is not None:
-            first_s = decode.first_token_s
+        first_s = self.first_token_s
         hidden_start_s, hidden_s = self.hidden()
         prompt_tokens = [visit.figures.num_prompt_tokens for visit in (decode, prefill) if visit]
         figures = self._figures
@@ -333,6 +343,7 @@ class Timeline:
             "status": self._status,
             "error": self._error or figures.transfer_error,
             "attempts": self._num_attempts,
+            "placement": self._placement,
             "prefill": prefill.node if prefill else "",
             "decode": decode.node if decode else "",
             "prompt_tokens": next((count for count in prompt_tokens if count is not None), None),

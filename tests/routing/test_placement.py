@@ -14,6 +14,7 @@ from aiohttp import web
 from kvferry.router.fleet import Fleet, Mode, Progress
 from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, Work, chance_of_more, choose
 from kvferry.router.prefixes import PIECE_TOKENS, Prefixes, keys_of
+from kvferry.web.recent_spans import RecentSpans
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
@@ -363,6 +364,19 @@ async def ask(client: Any, prompt: Any, **fields: Any) -> str:
         await response.read()
         said: str = response.headers.get("X-KV-Placement", "")
         return said
+
+
+async def test_the_page_and_the_span_show_estimate_and_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(RecentSpans, "keep", lambda self, span, request_id="": kept.append(span))
+    async with routed([Both(), Both()], [], does_both=True) as client:
+        said = await ask(client, [7] * 64)
+        page = await (await client.get("/page/state")).json()
+    (record,) = page["finished"]
+    assert record["placement"] == said
+    (span,) = (span for span in kept if span.name == "router")
+    assert span.attributes["placement"] == said
+    assert 0 < span.attributes["ttft_s"] < DEADLINE_S
 
 
 async def test_idle_nodes_compute_the_prompts_that_they_answer() -> None:
