@@ -42,6 +42,7 @@ class Metric:
         name: With its unit, and for a counter with `_total`.
         text: Its meaning, the help text on `/metrics`.
         labels: Its own labels; a host may put labels of its own before them.
+        values: All values of the label of a counter that has one.
         measures: Field of `TransferRecord` that a histogram observes; empty for every other metric.
         buckets: Upper bounds of a histogram's buckets.
     """
@@ -50,6 +51,7 @@ class Metric:
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     measures: str = ""
     buckets: tuple[float, ...] = ()
 
@@ -63,7 +65,7 @@ def _gauge(key: str, text: str) -> Metric:
 
 
 def _of_loads(key: str, measures: str, buckets: tuple[float, ...], text: str) -> Metric:
-    return Metric(f"{PREFIX}{key}", "histogram", text, _LOAD_LABELS, measures, buckets)
+    return Metric(f"{PREFIX}{key}", "histogram", text, _LOAD_LABELS, (), measures, buckets)
 
 
 #: Every metric of handoffs. Loads and offers are counted once per rank. Histograms are of the loads that succeeded.
@@ -83,6 +85,15 @@ METRICS = (
     _of_loads("load_bytes", "num_bytes", _BYTES, "Bytes of KV cache that a load read"),
     _of_loads("load_blocks", "num_blocks", _NUMBERS, "Blocks of KV cache that a load filled"),
     _of_loads("load_regions", "num_regions", _NUMBERS, "Contiguous runs of bytes that a load read"),
+    Metric(
+        f"{PREFIX}offered_requests_total",
+        "counter",
+        "Requests that came with an offer of another node, by what became of it: it was loaded, or the prompt was cached here "
+        "already; or this node computed the prompt although another one had, because the load failed, the engine's side "
+        "refused the request's params, this node's role does not load, or the offered state includes the prompt's last token",
+        ("outcome",),
+        ("loaded", "cached", "failed", "refused", "role", "state"),
+    ),
     _counter("load_failures_total", "Loads that failed"),
     _counter("unreachable_peers_total", "Loads refused because the other node uses another transport"),
     _counter("offers_delivered_total", "Offers that a consumer has read"),
@@ -106,10 +117,14 @@ METRICS = (
     ),
 )
 
-#: What is counted, by its key in `KVConnectorStats.counters`, which is the name without `PREFIX`. A gauge is counted up and
-#: down, so that its growth adds up over ranks and intervals as that of a counter does.
+#: What is counted, by its key in `KVConnectorStats.counters`, which is the name without `PREFIX`, and for each value of a label
+#: the name, a slash and the value. A gauge is counted up and down, so that its growth adds up over ranks and intervals as that of
+#: a counter does.
 COUNTERS: Mapping[str, Metric] = {
-    metric.name.removeprefix(PREFIX): metric for metric in METRICS if metric.kind != "histogram"
+    metric.name.removeprefix(PREFIX) + (value and f"/{value}"): metric
+    for metric in METRICS
+    if metric.kind != "histogram"
+    for value in metric.values or ("",)
 }
 #: The program that exports a page of metrics: a host of a connector, or the router. Always 1.
 BUILD_INFO = Metric(
@@ -337,7 +352,8 @@ class HandoffMetrics:
 
     def _count(self, key: str, growth: float, host: Sequence[object]) -> None:
         metric = COUNTERS[key]
-        series = self._series(metric, host)
+        value = key.partition("/")[2]
+        series = self._series(metric, [*host, value] if value else host)
         if metric.kind == "counter":
             if growth:
                 series.inc(growth)

@@ -9,7 +9,8 @@ after the engine's answer. So no claim meets an offer that is not known yet, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from ..handoff.events import BlockTables, LocalBlocks, RemoteOffer
@@ -131,14 +132,16 @@ class HandoffMetadata(KVConnectorMetadata):
         requests: By request, in the order in which they were given. A request id that was used again comes twice.
         releases: Offers that no consumer will load: the request, or the name of a rendezvous, and the lease number. An offer
             that a consumer has claimed continues. They come after all others.
+        counts: What the scheduler half has counted, by its key in `stats.COUNTERS`. One rank adds it to its stats.
     """
 
     requests: tuple[RequestOrders, ...] = ()
     releases: tuple[tuple[str, int], ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to do."""
-        return not self.requests and not self.releases
+        return not self.requests and not self.releases and not self.counts
 
     def loads(self) -> HandoffMetadata:
         """Return the loads alone."""

@@ -62,9 +62,11 @@ class Outcomes:
     Args:
         transport: Scheme of the transport, for the records.
         layout: Name of this node's layout, for the records.
+        is_first: Count what the scheduler half has counted, which all ranks get.
     """
 
-    def __init__(self, transport: str, layout: str) -> None:
+    def __init__(self, transport: str, layout: str, *, is_first: bool = True) -> None:
+        self._is_first = is_first
         self._transport = transport
         self._layout = layout
         self._lock = threading.Lock()
@@ -82,6 +84,8 @@ class Outcomes:
     def expect(self, orders: HandoffMetadata, now: float) -> None:
         """Owe an end to each load of `orders`, and to each offer of a request that has finished."""
         with self._lock:
+            for key, number in orders.counts.items() if self._is_first else ():
+                self._stats.count(key, number)
             for order in orders.requests:
                 if order.offer is not None:
                     self._stats.count("live_leases")

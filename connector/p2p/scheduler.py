@@ -10,7 +10,7 @@ the end of the offer or load was reported.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -118,6 +118,7 @@ class _Request:
         claim: The offer that it loads, if it does.
         offer: The offer that it makes, if it does.
         traceparent: Of the node's span of the request; empty if it is not traced.
+        loaded_into: Local blocks of its load.
         orders: What the worker halves learn about it in the next step; None: nothing.
     """
 
@@ -126,6 +127,7 @@ class _Request:
     claim: RemoteOffer | None
     offer: _OwnOffer | None
     traceparent: str
+    loaded_into: frozenset[int] = frozenset()
     orders: RequestOrders | None = None
 
     def __repr__(self) -> str:
@@ -191,6 +193,7 @@ class HandoffScheduler(SchedulerHalf):
         self._answers: dict[str, _Answer] = {}
         # Requests that only ask for the params of another one's answer, or what this node is.
         self._questions: dict[str, TransferWish] = {}
+        self._counts: Counter[str] = Counter()
         # Requests that the engine asked about in this step, and has not given blocks to yet.
         self._without_blocks: set[str] = set()
         # Any client can cause these lines, so they are limited.
@@ -287,7 +290,7 @@ class HandoffScheduler(SchedulerHalf):
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return 0, False
-        if self._has_state and record.claim.num_tokens >= request.num_prompt_tokens:
+        if self._includes_last_token(request, record.claim):
             logger.warning(
                 "request %r: not loading the recurrent state on offer: it includes the prompt's last token, which this "
                 "node computes itself; send the prompt without that token to the prefill node",
@@ -309,13 +312,15 @@ class HandoffScheduler(SchedulerHalf):
         if record is None or record.claim is None:
             return
         if num_external_tokens == 0:
+            self.count_offered("state" if self._includes_last_token(request, record.claim) else "cached")
             self._drop_claim(record)
             return
         num_tokens = self._num_loadable_tokens(request, record.claim)
-        self._order(record).load = tuple(
+        load = self._order(record).load = tuple(
             _missing_blocks(table, block_size, num_tokens - num_external_tokens, num_tokens)
             for table, block_size in zip(block_ids, self._block_sizes, strict=True)
         )
+        record.loaded_into = frozenset(block for group in load for block in group.block_ids)
         self._move(record, RequestState.LOADING)
 
     def request_progressed(self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]) -> None:
@@ -380,11 +385,16 @@ class HandoffScheduler(SchedulerHalf):
         told = tuple(
             order for order in orders if order.announcement is not None or not order.only_announces()
         )
-        return HandoffMetadata(told, tuple(releases))
+        counts, self._counts = dict(self._counts), Counter()
+        return HandoffMetadata(told, tuple(releases), counts)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_recving:
             record = self._requests.get(request_id)
+            if record is not None and record.state is RequestState.LOADING:
+                has_failed = request_id in connector_output.load_errors
+                has_failed |= not record.loaded_into.isdisjoint(connector_output.invalid_block_ids)
+                self.count_offered("failed" if has_failed else "loaded")
             if record is not None and record.state is RequestState.LOADING and record.offer is not None:
                 self._move(record, RequestState.ANNOUNCED)
             elif record is not None and record.state in (RequestState.LOADING, RequestState.DRAINING):
@@ -428,6 +438,12 @@ class HandoffScheduler(SchedulerHalf):
             case RequestState.OPEN if record.offer is not None:
                 return self._close_open(request, record, record.offer, _as_tables(block_ids))
         return False, None
+
+    def count_offered(self, outcome: str) -> None:
+        """Count a request that came with an offer, by one of the outcomes of `kvferry_offered_requests_total`."""
+        # With policy `fail` such a request fails, and no prompt is computed a second time.
+        if outcome not in ("failed", "refused") or self._config.kv_load_failure_policy == "recompute":
+            self._counts[f"offered_requests_total/{outcome}"] += 1
 
     # -- steps between states ------------------------------------------------------------------------
 
@@ -624,6 +640,10 @@ class HandoffScheduler(SchedulerHalf):
         )
         return min(num_wanted, offer.num_tokens)
 
+    def _includes_last_token(self, request: ConnectorRequest, offer: RemoteOffer) -> bool:
+        """Say whether a recurrent state is past what can be loaded: every engine computes the last token of a prompt itself."""
+        return self._has_state and offer.num_tokens >= request.num_prompt_tokens
+
     def _is_ours(self, offer: RemoteOffer) -> bool:
         epochs = {worker.epoch for worker in self._workers}
         return offer.engine_id == self._config.engine_id and offer.epoch in epochs
@@ -674,7 +694,9 @@ class HandoffScheduler(SchedulerHalf):
         )
         if allowed != wish:
             key = "do_release" if wish.release is not None else "do_remote_decode"
-            key = "do_remote_prefill" if allowed.load_from != wish.load_from else key
+            if allowed.load_from != wish.load_from:
+                key = "do_remote_prefill"
+                self.count_offered("role")
             role = self._config.kv_role
             better = "kv_consumer" if role == "kv_producer" else "kv_producer"
             self._role_log.warning(

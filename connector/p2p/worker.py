@@ -99,7 +99,9 @@ class RunningHandoffs:
         self.fields = registration.fields
         endpoint = transport.register(registration.pool)
         self.address = WorkerAddress(endpoint.listen(options.address), identity.epoch, parallel.rank)
-        self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
+        self.outcomes = Outcomes(
+            transport.scheme, layout_name(registration.layout), is_first=parallel.rank == 0
+        )
         protocol = NodeProtocol(
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
             ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),

@@ -241,9 +241,12 @@ class FigurePromises:
         _, params = producer.prefill("p", 18)
         load(consumer, producer, Request("d", 18, params))
         producer.step_until(is_freed(producer), consumer)
+        consumer.step()  # it is told what its scheduler half has counted
+        consumer.step()  # and reports it
         moved = [(record.num_blocks, record.error) for record in consumer.stats.transfers]
         check_counts("each load has one record", moved, [(5, "")])
-        check_counts("only what happened is counted", consumer.stats.counters, {})
+        loaded = {"offered_requests_total/loaded": 1}
+        check_counts("only what happened is counted", consumer.stats.counters, loaded)
         check_counts(
             "an offer that was loaded is counted", producer.stats.counters, {"offers_delivered_total": 1}
         )

@@ -321,6 +321,7 @@ class SchedulerSide:
         if reason is None:
             self._half.update_state_after_alloc(VllmRequest.of(request), tables, num_external_tokens)
         elif num_external_tokens:
+            self._half.count_offered("refused")
             allocated = tuple(GroupBlocks(0, tuple(table)) for table in tables)
             self._refused_loads[request.request_id] = RefusedLoad(allocated, reason)
 
@@ -385,6 +386,8 @@ class SchedulerSide:
             KVConnectorOutput(
                 finished_sending=set(output.finished_sending or ()),
                 finished_recving=set(output.finished_recving or ()),
+                invalid_block_ids=set(output.invalid_block_ids or ()),
+                load_errors=dict.fromkeys(getattr(output, "failed_recving", None) or (), ""),
             )
         )
 

@@ -298,7 +298,7 @@ class TestConsumer:
         # An engine calls this again after the load.
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)
         assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
-        assert consumer.build_connector_meta().is_empty()
+        assert consumer.build_connector_meta() == HandoffMetadata(counts={"offered_requests_total/loaded": 1})
         assert consumer.request_finished(request, [[20, 21, 22]]) == (False, None)
         assert consumer.build_connector_meta().is_empty()
         assert consumer.num_requests == 0
@@ -337,7 +337,7 @@ class TestConsumer:
         producer = scheduler("kv_producer")
         request = arrived(producer)
         assert producer.get_num_new_matched_tokens(request, 0) == (0, False)
-        assert producer.build_connector_meta().is_empty()
+        assert producer.build_connector_meta() == HandoffMetadata(counts={"offered_requests_total/role": 1})
 
     def test_malformed_params_are_refused_and_forgotten(self) -> None:
         consumer = scheduler()
