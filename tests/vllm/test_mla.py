@@ -45,13 +45,16 @@ def running_pair(start_module_pair, latent_model):
 def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     """The prompt ends with the node's own first token, so that its own answer goes on with the same kernel as the handoff.
 
-    vLLM's CPU kernels for prompts and for single tokens differ by more than a near-tie with random weights.
+    vLLM's CPU kernels for prompts and for single tokens differ by more than a near-tie with random weights. The one for prompts
+    even depends on the prompt's length: a node's own answer to a prompt of 6 tokens is not what it says after one of 5. So
+    log probabilities are compared roughly here, and caches exactly below.
     """
     tokens = prompt(num_tokens)
     alone = pair.alone(tokens, 9)
     answer = pair.hand_over([*tokens, alone["tokens"][0]])
     assert answer["reason"] == "length"
-    pair.assert_continues(alone, answer)
+    assert answer["tokens"] == alone["tokens"][1:]
+    assert answer["logprobs"] == pytest.approx(alone["logprobs"][1:], abs=0.2)
 
 
 class TestUnlikeRanks:
