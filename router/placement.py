@@ -40,7 +40,7 @@ WEIGHT_OF_TIME, WEIGHT_OF_HANDOVER = 0.1, 0.02
 #: No way is taken that costs so many times as much time as the one with the least, whichever limits it keeps.
 MAX_TIMES = 3.0
 #: Seconds after which a prompt that a node was sent hardly tells how many more it will be sent.
-RECENT_S = 5.0
+RECENT_S = 10.0
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
 
@@ -168,7 +168,9 @@ class NodeLoad:
     def to_come(self, now: float) -> tuple[float, float]:
         """Return how many prompts per second it was sent lately, and how long one takes on average."""
         fading = math.exp(-max(0.0, now - self._recent_at) / RECENT_S)
-        return self._recent * fading / RECENT_S, self._recent_s / self._recent if self._recent else 0.0
+        # Less one, so that a conversation does not take its own turns for those of others.
+        num = max(0.0, self._recent * fading - 1)
+        return num / RECENT_S, self._recent_s / self._recent if self._recent else 0.0
 
     def prompt_ended(self, prompt: Work, now: float, *, is_computed: bool) -> None:
         """Note that a prompt is computed, or given up."""
