@@ -100,7 +100,10 @@ class ConnectorRequest(Protocol):
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
     @property
     def finish_reason(self) -> str | None:
-        """`"stop"`, `"length"`, `"abort"`, `"error"`, or None while it runs."""
+        """`"stop"`, `"length"`, `"abort"`, `"error"`, `"moved"`, or None while it runs.
+
+        `"moved"`: the engine has stopped the answer after a token, so that another node can go on with it.
+        """
 
 
 class ScheduledRequest(Protocol):
@@ -227,6 +230,13 @@ class SchedulerHalf(ABC):
             block_ids: The request's block table so far, one list per KV cache group, with blocks for exactly
                 `request.num_computed_tokens` tokens. The engine still owns the blocks: the request may lose them in any
                 step.
+        """
+
+    def request_stopping(self, request: ConnectorRequest) -> None:  # noqa: B027
+        """Take note that the answer is to stop after the next token, so that another node can go on with it.
+
+        Called before the step that computes this token is planned. `request_finished` follows with the `finish_reason` `"moved"`,
+        unless the answer ends otherwise by then.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..connector.p2p.params import CONTINUES
+from ..connector.p2p.params import CONTINUES, MOVE_AS
 from ..web.sse import Event, Filter
 
 COMPLETIONS = "/v1/completions"
@@ -63,6 +63,11 @@ class Beginning(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """How many tokens another node is told."""
+
+    @property
+    def is_told_whole(self) -> bool:
+        """Whether another node is told every token that has arrived."""
+        return True
 
     @abstractmethod
     def can_continue_at(self, node: Abilities) -> bool:
@@ -231,15 +236,16 @@ def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
     return has_limit and all(name in followed and followed[name](value) for name, value in body.items())
 
 
-def followed_body(body: Mapping[str, Any], node: Abilities) -> dict[str, Any]:
+def followed_body(body: Mapping[str, Any], node: Abilities, move_as: str) -> dict[str, Any]:
     """Return a decode request whose stream has the ids of its tokens.
 
     Args:
         node: As it has described itself. If it was restarted with another model since then, it refuses the request.
+        move_as: The name by which the node can be asked to stop the answer for another node.
     """
     params = body.get("kv_transfer_params") or {}
-    params = {CONTINUES: {"model": node.continues_answers}, **params}
-    return {**body, "return_token_ids": True, "kv_transfer_params": params}
+    known = {"model": node.continues_answers, **(params.get(CONTINUES) or {}), MOVE_AS: move_as}
+    return {**body, "return_token_ids": True, "kv_transfer_params": {**params, CONTINUES: known}}
 
 
 def beginning_of(body: Mapping[str, Any], path: str, node: Abilities, event: Event) -> Beginning | None:
@@ -360,6 +366,10 @@ class StitchedBeginning(Beginning):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_told_whole(self) -> bool:
+        return not self._later_ids
 
     def can_continue_at(self, node: Abilities) -> bool:
         if node.continues_answers != self.model or not self._is_plain:

@@ -23,6 +23,7 @@ from ..web.json_body import object_of
 from ..web.sse import DONE, Event, Filter
 from .beginnings import Beginning, OtherTokenError, choice_of, take_token_ids
 from .first_tokens import FirstToken
+from .moves import Stop, stop_of
 from .sessions import Answer, Conversation, take_offer
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ Fact = Literal[
     "without offer",
     "other token",
     "answer moved",
+    "answer stopped",
 ]
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
@@ -61,6 +63,7 @@ class State(enum.Enum):
     RENDEZVOUS = "rendezvous"
     DECODING = "decoding"
     CONTINUING = "continuing"
+    MOVING = "moving"
     ENDED = "ended"
 
 
@@ -70,15 +73,16 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     ),
     State.PREFILLING: frozenset({State.DECODING, State.CONTINUING, State.ENDED}),
     State.RENDEZVOUS: frozenset({State.QUEUED, State.DECODING, State.ENDED}),
-    State.DECODING: frozenset({State.QUEUED, State.CONTINUING, State.ENDED}),
-    State.CONTINUING: frozenset({State.QUEUED, State.ENDED}),
+    State.DECODING: frozenset({State.QUEUED, State.CONTINUING, State.MOVING, State.ENDED}),
+    State.CONTINUING: frozenset({State.QUEUED, State.MOVING, State.ENDED}),
+    State.MOVING: frozenset({State.QUEUED, State.CONTINUING, State.ENDED}),
     State.ENDED: frozenset(),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The cache that a prefill node holds for a decode node.
+    """The cache that a prefill node holds for a decode node, or a node that has stopped an answer for the one that goes on with it.
 
     Attributes:
         params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router made.
@@ -282,6 +286,8 @@ class Exchange:
         offer: Of the present attempt; None: there is none.
         decode: The decode node that was asked last.
         beginning: What the client has of a stream, if another node could go on with it. Every further decode node must do that.
+        moved_from: The node that has stopped the answer last, so that another one goes on with it. It is the last resort, because it
+            still has the cache. None: no node has.
         failure: What ended the answer. None if nothing did.
         is_complete: The client has been sent the end of a stream, so that it may leave.
         tail: The last events of the stream with a report of the node: figures, or an error.
@@ -309,6 +315,7 @@ class Exchange:
         self.offer: Offer | None = None
         self.decode: UpstreamNode | None = None
         self.beginning: Beginning | None = None
+        self.moved_from: UpstreamNode | None = None
         self.failure: ApiError | None = None
         self.is_complete = False
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
@@ -469,7 +476,9 @@ class Exchange:
         return [*passing, self._ask_decode(node, None if offer is None else offer.params, after)]
 
     def no_decode_node(self, error: ApiError) -> Actions:
-        """End: no decode node can take the request."""
+        """End: no decode node can take the request. One that has stopped the answer may take it back."""
+        if self.state is State.MOVING:
+            return self._again(Note("decode lost", error))
         return self._fail(self._in_the_middle(error))
 
     def decode_lost(self, error: Exception) -> Actions:
@@ -483,10 +492,12 @@ class Exchange:
         """Pass on the beginning of an answer. From now on a failure of the prefill is the decode node's concern."""
         self._error = self._error or begun.error
         actions = self._settle(begun.result)
+        if self._is_moving and (begun.status != 200 or not begun.is_stream):
+            return [*actions, *self._again(Note("decode lost", _not_continued(begun)))]
         if self.state is State.RENDEZVOUS:
             self._move(State.DECODING)
         has_failed = begun.is_stream or begun.status >= 500
-        if has_failed and (explained := self._explained()):
+        if has_failed and not self._is_moving and (explained := self._explained()):
             return actions + self._fail(explained)
         if self.offer is None and not self.is_alone and begun.result != "loaded":
             # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
@@ -514,14 +525,18 @@ class Exchange:
     def events_arrived(self, events: Iterable[Event]) -> Actions:
         """Pass on events of the decode node's stream."""
         actions, own, sent = Actions(), list[Event](), list[Event]()
+        stop: Stop | None = None
         for event in events:
             raw, params = take_offer(event.raw)
             own.append(event if raw is event.raw else Event(raw))
             actions += self._keep(params) if params is not None else []
         for event in own:
-            if self.beginning is not None and self._has_given and _ends_early(event):
+            may_go_on = self._has_given or self._is_moving
+            if self.beginning is not None and may_go_on and _ends_early(event):
                 moved = self.decode_broke(_early_end(event))
                 return [*actions, *([Send(sent)] if sent else []), *moved]
+            if self.beginning is not None and (stop := stop_of(event)) is not None:
+                event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
             try:
                 sent += () if passed is None else self._change(passed)
@@ -530,7 +545,11 @@ class Exchange:
                 return self._other_token([Release(Offer(each.node, each.params or {})) for each in unused])
             if self.beginning is not None:
                 self.beginning.add(token_ids, event)
-            self._has_given = self._has_given or bool(token_ids)
+            if token_ids and not self._has_given:
+                self._has_given = True
+                self._forgive()
+            if stop is not None:
+                break  # a report may follow, which is about a part of the answer
         if any(b'"error"' in event.raw and "error" in event.content for event in sent):
             # vLLM begins a chat's stream before it says that the load has failed.
             actions += self._read_errors(sent)
@@ -540,7 +559,23 @@ class Exchange:
             if len(event.raw) <= MAX_TAIL_EVENT_BYTES and any(word in event.raw for word in _REPORTS):
                 self.tail.append(event)
             self.is_complete = event.is_done
-        return [*actions, Send(sent)] if sent else actions
+        actions += [Send(sent)] if sent else []
+        return actions if stop is None else actions + self._stopped(stop)
+
+    def _stopped(self, stop: Stop) -> Actions:
+        """Let another node go on with an answer that its node has stopped. It loads the cache, if it is told all of its tokens."""
+        assert self.decode is not None, "it has answered"
+        assert self.beginning is not None, "it can go on elsewhere"
+        self.moved_from, self.may_ask_both = self.decode, False
+        note = Note("answer stopped")
+        if stop.params is None or not self.beginning.is_told_whole:
+            unused = [] if stop.params is None else [Release(Offer(self.decode, stop.params))]
+            return [*unused, *self._again(note)]
+        ends = self._drop()
+        self.offer, self._result, self._error = Offer(self.decode, stop.params), None, ""
+        self.is_alone = False
+        self._move(State.MOVING)
+        return [note, *ends, Opened(self.offer), ChooseDecode()]
 
     def decode_broke(self, error: ApiError) -> Actions:
         """Let another node go on with an answer whose node was lost in the middle; end it if none can."""
@@ -666,6 +701,17 @@ class Exchange:
             return None
         difference = self._explain(self.decode, self.offer.node)
         return ApiError(500, f"{self._error}: {difference}", kind="server_error") if difference else None
+
+    def _forgive(self) -> None:
+        """Let the node that has stopped the answer have it again later, when it is back."""
+        node = self.moved_from
+        if node is not None and node is not self.decode and self.tried_decode.get(node) is None:
+            self.tried_decode.pop(node, None)
+
+    @property
+    def _is_moving(self) -> bool:
+        """Whether the present node is to load an answer that another one has stopped, and has given no token yet."""
+        return self.offer is not None and self.offer.node is self.moved_from and not self._has_given
 
     # -- the client ----------------------------------------------------------------------------------
 

@@ -144,10 +144,12 @@ class Progress:
         if not self.is_counted:
             return
         load, now = self._fleet.load(url), self._fleet.clock()
-        if self._computed_at is not None and self._computed_at[0] is not load:
-            seconds = now - self._computed_at[1] - load.step.at(len(load.answers) + 1)
-            self._fleet.handover(self._computed_at[0], load).add(max(0.0, seconds), self.num_tokens)
-            self._fleet.prefixes.add(self.keys, url)
+        # Once: if the answer moves, its cache comes from another node, long after this.
+        computed, self._computed_at = self._computed_at, None
+        if computed is not None and computed[0] is not load:
+            seconds = now - computed[1] - load.step.at(len(load.answers) + 1)
+            self._fleet.handover(computed[0], load).add(max(0.0, seconds), self.num_tokens)
+        self._fleet.prefixes.add(self.keys, url)
         spare_s = self.choice.spare_s if self.choice is not None else 0.0
         self._answer = load, Work(0, now, spare_s)
         load.answers[self._answer[1]] = None

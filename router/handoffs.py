@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import aiohttp
 
+from ..connector.p2p.params import MOVE
 from ..web.json_body import object_of
 from ..web.sse import Event
 from .exchange import Begun, Exchange, Offer, Result, error_in, transfer_error
@@ -143,6 +144,12 @@ class Handoffs:
                 note(found)
 
         return self._begin(asked())
+
+    async def stop(
+        self, session: aiohttp.ClientSession, exchange: Exchange, node: UpstreamNode, name: str
+    ) -> None:
+        """Ask a decode node to stop an answer after its next token, for another node to go on with. Its stream says whether it did."""
+        await _told(session, exchange, node, f"move-{uuid.uuid4().hex}", {MOVE: name})
 
     def _begin(self, telling: Coroutine[Any, Any, Any]) -> asyncio.Task[Any] | None:
         if len(self._releases) >= MAX_RELEASES:

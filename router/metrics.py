@@ -122,6 +122,11 @@ class RouterMetrics:
             "Streamed answers that another decode node went on with, after their own was lost",
             registry=self._registry,
         )
+        self.stopped_answers = Counter(
+            "kvferry_router_stopped_answers_total",
+            "Streamed answers that their draining node has stopped, so that another one goes on with them",
+            registry=self._registry,
+        )
         self.other_first_tokens = Counter(
             "kvferry_router_other_first_tokens_total",
             "Streams whose decode node had chosen another first token than the client has, and was asked again to continue after that",

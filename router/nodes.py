@@ -96,6 +96,7 @@ class UpstreamNode:
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
         on_ended: Called with the URL when the node's process has ended.
+        leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
     """
 
     def __init__(self, role: Role, url: str, ejection: EjectionRule | None = None) -> None:
@@ -112,6 +113,7 @@ class UpstreamNode:
         self.kv_role = ""
         self.models: frozenset[str] = frozenset()
         self.on_ended: Callable[[str], None] = lambda url: None
+        self.leaves = asyncio.Event()
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()
@@ -274,6 +276,10 @@ class UpstreamNode:
         yield
         if self.state is before:
             return
+        if self.state in (NodeState.DRAINING, NodeState.LEAVING):
+            self.leaves.set()
+        else:
+            self.leaves.clear()
         if {before, self.state} == {NodeState.READY, NodeState.OVERLOADED}:
             # Under load this happens every second.
             logger.debug("%s node %s is %s", self.role, self.url, self.state.value)
@@ -561,7 +567,7 @@ class NodePool:
             raise
         finally:
             node.in_flight -= 1
-            if failure := tried[node]:
+            if failure := tried.get(node):
                 others = (other for other in self._nodes.values() if other is not node)
                 has_substitute = any(other.state is NodeState.READY for other in others)
                 node.note_failed(failure, has_substitute=has_substitute)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import aiohttp
 from aiohttp import web
 
-from ..connector.p2p.params import REFUSED_TO_CONTINUE
+from ..connector.p2p.params import REFUSED_TO_CONTINUE, draw_rendezvous_name
 from ..connector.spans import Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
@@ -46,6 +46,12 @@ logger = logging.getLogger(__name__)
 DecodeAlone = Literal["auto", "always", "never"]
 #: How long to try to send the error that ends a stream to a client that does not read.
 ERROR_SEND_S = 1.0
+#: Answers that move at a time. Each of them pauses while the next node loads it, and the others go on where they are meanwhile.
+MAX_MOVES = 4
+#: How long a move keeps its turn, in case the node never stops the answer.
+MOVE_S = 5.0
+#: How long an answer stays at a node that drains before it looks for another node again.
+NEXT_LOOK_S = 0.5
 #: After the decode node's answer has ended, wait this long for the end of the prefill node's.
 LAST_ANSWER_S = 0.5
 
@@ -60,6 +66,7 @@ class Services:
             policy `recompute`.
         asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
         fleet: What the nodes have to do.
+        moves: The turns of answers that move to another node.
         session: For requests to nodes.
     """
 
@@ -73,6 +80,7 @@ class Services:
     asks_for_answers: bool
     fleet: Fleet
     sessions: Sessions = field(default_factory=Sessions)
+    moves: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_MOVES))
     session: aiohttp.ClientSession = field(init=False)
 
     def can_decode_alone(self, tried: Tried, body: Mapping[str, Any]) -> bool:
@@ -139,6 +147,7 @@ class Performance:
         self._calls: dict[str, asyncio.Task[Callable[[], Actions]]] = {}
         self._closing: list[asyncio.Task[Any]] = []
         self._answer: NodeAnswer | None = None  # a stream that is being read
+        self._mover: asyncio.Task[None] | None = None  # of this stream, or of the one before, which moves
         self._call: AsyncExitStack | None = None  # the request to the decode node that has answered
         self._stream: web.StreamResponse | None = None
         self._whole: web.Response | None = None
@@ -165,6 +174,7 @@ class Performance:
             self._note_all(exchange.client_left())
             self._end("prefill")
             self._end("decode")
+            self._end_mover()
             self._progress.ended()
             await asyncio.gather(*self._closing, return_exceptions=True)
             if exchange.is_complete or self._whole is not None:
@@ -302,6 +312,9 @@ class Performance:
                 num_tokens = 0 if beginning is None else beginning.num_tokens
                 logger.warning("%s: %s; another node goes on after %d tokens", request_id, why, num_tokens)
                 metrics.moved_answers.inc()
+            case "answer stopped" if node is not None:
+                logger.info("%s: %s has stopped the answer, for another node to go on", request_id, node.url)
+                metrics.stopped_answers.inc()
 
     def _keep(self, node: UpstreamNode, params: Mapping[str, Any] | None) -> None:
         """Keep the offer of an answer for the next turn, and release one that no turn can use."""
@@ -330,6 +343,8 @@ class Performance:
         body, tried = exchange.body, exchange.tried_decode
         prefills = services.prefill_pool.best({}, lambda node: True, body)
         decodes = {node.url: node for node in services.decode_pool.best(tried, self._may_decode, body)}
+        if not decodes and (last := self._last_resort()) is not None:
+            return exchange.placed_at(last)
         choice = services.fleet.choose(self._progress, [node.url for node in prefills], [*decodes])
         self._chosen = ""
         if choice is not None:
@@ -369,12 +384,21 @@ class Performance:
         others = [node for node in nodes if node.url != self._chosen]
         tried, body = exchange.tried_decode, exchange.body
         if (node := services.decode_pool.pick(tried, may_use, body=body)) is None:
+            if (last := self._last_resort()) is not None and exchange.state is not does.State.MOVING:
+                return exchange.decode_chosen(last)
             return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
         return exchange.decode_chosen(node)
 
     def _may_decode(self, node: UpstreamNode) -> bool:
         beginning = self._exchange.beginning
         return beginning is None or beginning.can_continue_at(node.abilities)
+
+    def _last_resort(self) -> UpstreamNode | None:
+        """Return the node that has stopped the answer, if it is still there: it drains, but it has the cache."""
+        node = self._exchange.moved_from
+        if node is None or node.state is NodeState.GONE or not self._may_decode(node):
+            return None
+        return node if self._exchange.tried_decode.get(node) is None else None
 
     async def _prefill(self, action: does.AskPrefill) -> Callable[[], Actions]:
         """Ask a prefill node. Returns what comes of it."""
@@ -449,8 +473,9 @@ class Performance:
         body = decode_body(exchange.body, action.params, action.after, may_offer_answer=may_offer)
         # As they are now, because they are part of the request.
         abilities = node.abilities if self._services.options.continue_answers else Abilities()
+        move_as = draw_rendezvous_name()
         if is_followed(exchange.body, exchange.path, abilities):
-            body = followed_body(body, abilities)
+            body = followed_body(body, abilities, move_as)
         self._timeline.decode_sent(node.url, is_alone=exchange.is_alone)
         if exchange.is_alone:
             self._progress.prompt_asked(node.url)
@@ -470,9 +495,12 @@ class Performance:
         except NodeGoneError as error:
             self._progress.answer_ended()
             return partial(exchange.decode_lost, error)
-        return partial(self._answered, node, answer, abilities)
+        return partial(self._answered, node, answer, abilities, move_as)
 
-    def _answered(self, node: UpstreamNode, answer: NodeAnswer, abilities: Abilities) -> Actions:
+    def _answered(
+        self, node: UpstreamNode, answer: NodeAnswer, abilities: Abilities, move_as: str
+    ) -> Actions:
+        self._end_mover()
         self._timeline.decode_began(answer)
         if self._exchange.is_alone:
             # The time of a whole answer says little about its prompt.
@@ -486,7 +514,32 @@ class Performance:
         if answer.is_stream and answer.events:
             beginning = beginning_of(exchange.body, exchange.path, abilities, answer.events[0])
             begun = replace(begun, beginning=beginning)
-        return exchange.decode_answered(begun)
+        actions = exchange.decode_answered(begun)
+        if answer.is_stream and exchange.beginning is not None:
+            self._mover = asyncio.create_task(self._move_away(node, answer, move_as))
+        return actions
+
+    async def _move_away(self, node: UpstreamNode, answer: NodeAnswer, move_as: str) -> None:
+        """Have a stream stopped, for another node to go on with, as soon as its node drains. Without another node it stays."""
+        services, exchange = self._services, self._exchange
+        while True:
+            await node.leaves.wait()
+            async with services.moves:
+                if self._answer is not answer:
+                    return  # it has ended, or was lost
+                others = services.decode_pool.best(exchange.tried_decode, self._may_decode, exchange.body)
+                # Not to a node that may refuse it.
+                if any(other.state is NodeState.READY for other in others):
+                    await services.handoffs.stop(services.session, exchange, node, move_as)
+                    await asyncio.sleep(MOVE_S)  # until the next node answers, which ends this task
+                    return
+            await asyncio.sleep(NEXT_LOOK_S)
+
+    def _end_mover(self) -> None:
+        if self._mover is not None:
+            self._mover.cancel()
+            self._closing.append(self._mover)
+            self._mover = None
 
     async def _read(self, answer: NodeAnswer) -> Actions:
         """Wait for the next events of the decode node's stream."""

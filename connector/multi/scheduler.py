@@ -110,6 +110,11 @@ class MultiScheduler(SchedulerHalf):
         for name, child in self.children.items():
             child.request_progressed(ChildRequest(request, known.params[name]), block_ids)
 
+    def request_stopping(self, request: ConnectorRequest) -> None:
+        known = self._known(request)
+        for name, child in self.children.items():
+            child.request_stopping(ChildRequest(request, known.params[name]))
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
         for name, child in self.children.items():
             # A child gives its orders once, and this is the second call if another one raised.

@@ -17,6 +17,12 @@ digest. Each offer of such a node has the digest as well, unless the request has
 ends with the first token of the answer, the router sends the digest of the node that chose this token, as
 `"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
 
+A router may have a running answer *moved*: it sends the request with `"continues": {..., "move_as": NAME}`, where NAME is 32
+hexadecimal digits that nothing can guess, and later another request to the same node, with `"move": NAME`. The node then stops the
+answer after its next token, offers the cache of prompt and answer, and says so at the end of the stream: a reference node by the
+`finish_reason` `"moved"` and the params of the offer, a node inside vLLM by a `stop_reason` that begins with `kvferry moved` and
+ends with these params. The router sends them to the node that goes on. If there is no such request any more, nothing happens.
+
 Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked strictly, because any
 client can write them, and what is malformed is refused by its name, before anything is claimed or offered.
 
@@ -37,7 +43,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from ...transports.checked import Record, Refused, boolean, each, integer, integers, refuse, shown, text
 from ..errors import InvalidTransferParamsError
@@ -63,6 +69,12 @@ RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
 IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
 #: Key of the first token of an answer, after which a decode node is to continue.
 CONTINUES = "continues"
+#: Key of the name by which a running answer can be moved, inside `CONTINUES`, and of the request to move it.
+MOVE_AS, MOVE = "move_as", "move"
+#: `finish_reason` of an answer that its node has stopped, for another one to go on with.
+MOVED: Final = "moved"
+#: Inside vLLM such an answer's `stop_reason` begins with this. The offer's params follow, as JSON; null: there is no offer.
+STOPPED_TO_MOVE = "kvferry moved the answer: "
 #: A node's answer begins with this as its `stop_reason` if the node refused to continue after another node's first token.
 REFUSED_TO_CONTINUE = "kvferry refused to continue"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
@@ -89,10 +101,12 @@ def _rendezvous_name(value: object) -> str:
     return value
 
 
-def _identity(value: object) -> str:
+def _beginning(value: object) -> tuple[str, str]:
+    """Read the identity of the nodes whose answer it is, and the name by which it can be moved; empty: it cannot be."""
     if not isinstance(value, Mapping):
         refuse("an object", value)
-    return _text(value.get("model"))
+    name = value.get(MOVE_AS)
+    return _text(value.get("model")), "" if name is None else _rendezvous_name(name)
 
 
 def _hexadecimal(high: int) -> Callable[[object], int]:
@@ -181,7 +195,8 @@ class _Flags:
     offer_answer: Annotated[bool | None, boolean] = None
     answer_of: Annotated[str | None, _name] = None
     describe: bool = False
-    continues: Annotated[str | None, _identity] = None
+    continues: Annotated[tuple[str, str] | None, _beginning] = None
+    move: Annotated[str | None, _rendezvous_name] = None
 
 
 _OFFER, _RENDEZVOUS, _NAME, _FLAGS = Record(_OfferParams), Record(_Rendezvous), Record(_Name), Record(_Flags)
@@ -207,6 +222,8 @@ class TransferWish:
         describe: Describe the node in the params of the answer.
         continues: The prompt may end with the beginning of an answer, which must be that of a node with this identity. Empty:
             the identity does not matter.
+        move_as: The name by which a router may have the answer moved to another node; empty: it may not.
+        move: The name of the answer that is to be moved; empty: none.
     """
 
     offer_result: bool = False
@@ -217,6 +234,8 @@ class TransferWish:
     answer_of: str = ""
     describe: bool = False
     continues: str = ""
+    move_as: str = ""
+    move: str = ""
 
 
 def rendezvous_lease(name: str) -> int:
@@ -255,7 +274,9 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         offer_answer=flags.offer_answer,
         answer_of=flags.answer_of or "",
         describe=flags.describe,
-        continues=flags.continues or "",
+        continues="" if flags.continues is None else flags.continues[0],
+        move_as="" if flags.continues is None else flags.continues[1],
+        move=flags.move or "",
     )
 
 

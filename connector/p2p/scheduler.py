@@ -36,6 +36,7 @@ from .orders import (
     WorkerAddress,
 )
 from .params import (
+    MOVED,
     TransferWish,
     offer_params,
     parse_transfer_params,
@@ -92,6 +93,7 @@ class _OwnOffer:
         name: Of a rendezvous; empty: it is none. Only an offer with a name may be opened while the prompt is still computed.
         guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
         is_answer: Whether it is of prompt and answer, for the prefill node of the conversation's next turn.
+        only_moved: The same, but only for a node that goes on with the answer, if it is stopped.
     """
 
     lease: int
@@ -99,6 +101,7 @@ class _OwnOffer:
     name: str = ""
     guard_value: int = 0
     is_answer: bool = False
+    only_moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,8 +240,9 @@ class HandoffScheduler(SchedulerHalf):
             RendezvousError: another request has used this name of a rendezvous.
         """
         request_id = request.request_id
-        # Whether the node may continue another one's answer is its host's concern, and no handoff.
-        asked = replace(parse_transfer_params(request.kv_transfer_params), continues="")
+        # Whether the node may continue another one's answer, and stops one of its own, is its host's concern, and no handoff.
+        asked = parse_transfer_params(request.kv_transfer_params)
+        asked = replace(asked, continues="", move_as="", move="")
         wish = self._within_role(request_id, asked)
         if wish == TransferWish():
             return
@@ -290,6 +294,7 @@ class HandoffScheduler(SchedulerHalf):
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return 0, False
+        num_known = len(request.all_token_ids)
         if self._includes_last_token(request, record.claim):
             logger.warning(
                 "request %r: not loading the recurrent state on offer: it includes the prompt's last token, which this "
@@ -298,8 +303,8 @@ class HandoffScheduler(SchedulerHalf):
             )
             return 0, False
         num_missing = self._num_loadable_tokens(request, record.claim) - num_computed_tokens
-        # A consumer computes the last prompt token itself, to get its logits. So a load of that token alone is not worth it.
-        if num_missing <= 0 or request.num_prompt_tokens - num_computed_tokens <= 1:
+        # A consumer computes the last token itself, to get its logits. So a load of that token alone is not worth it.
+        if num_missing <= 0 or num_known - num_computed_tokens <= 1:
             return 0, False
         return num_missing, True
 
@@ -350,6 +355,17 @@ class HandoffScheduler(SchedulerHalf):
             offer.lease, tables, offer.num_tokens, num_ready, own.content, own.guard_value
         )
         self._move(record, RequestState.OPEN)
+
+    def request_stopping(self, request: ConnectorRequest) -> None:
+        """Announce an offer of prompt and answer: the node that goes on may claim it before the worker halves get the offer."""
+        if request.request_id in self._requests:
+            return  # it offers its answer anyway, or is in the middle of another handoff
+        own = _OwnOffer(self._numbers.draw(), "", is_answer=True, only_moved=True)
+        traceparent = traceparent_of(request.kv_transfer_params)
+        record = _Request(request.request_id, RequestState.ANNOUNCED, None, own, traceparent)
+        self._requests[request.request_id] = record
+        orders = self._order(record)
+        orders.traceparent, orders.announcement = traceparent, Announcement(own.lease)
 
     def end_offers(self) -> None:
         """End the offers that no worker half knows of yet. The worker halves end the others by themselves (`begin_anew`)."""
@@ -493,9 +509,13 @@ class HandoffScheduler(SchedulerHalf):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer prompt and answer of a finished request, or withdraw the announcement if they cannot be offered."""
         num_tokens, num_blocks = _num_answered_tokens(request), sum(map(len, tables))
+        is_moved = request.finish_reason == MOVED
+        is_wanted = is_moved or not own.only_moved
         # A state cannot be cut back to the tokens that are certain.
         is_exact = not self._has_state or request.num_computed_tokens == num_tokens
-        can_offer = _has_whole_prompt(request) and is_exact and num_blocks <= self._max_answer_blocks
+        can_offer = _has_whole_prompt(request) and is_wanted and is_exact
+        # A moved answer is loaded at once, and its request had the blocks anyway.
+        can_offer = can_offer and (is_moved or num_blocks <= self._max_answer_blocks)
         can_offer = can_offer and self._can_be_continued(tables, num_tokens)
         if not can_offer or not self.may_offer or not self._workers:
             self._withdraw(record, own)
@@ -503,8 +523,10 @@ class HandoffScheduler(SchedulerHalf):
             return False, None
         offer = replace(self._name_offer(request, own.lease, tables), num_tokens=num_tokens)
         content = content_digest(request, num_tokens)
-        self._order(record).offer = OfferOrder(own.lease, tables, num_tokens, content, is_answer=True)
+        self._order(record).offer = OfferOrder(own.lease, tables, num_tokens, content, is_answer=not is_moved)
         self._move(record, RequestState.OFFERED)
+        if is_moved:
+            return True, offer_params(offer, record.traceparent)
         # A router need not send the next prompt with an offer whose lease has run out.
         params = {**offer_params(offer, record.traceparent), "answer_lease_s": self._answer_lease_s}
         # Hosts that make their own ids of the clients' say so; see `ConnectorRequest`.
@@ -626,23 +648,18 @@ class HandoffScheduler(SchedulerHalf):
         return record if record is not None and record.state is state else None
 
     def _num_loadable_tokens(self, request: ConnectorRequest, offer: RemoteOffer) -> int:
-        """Count the tokens of the prompt that can be loaded.
+        """Count the tokens that can be loaded.
 
-        An engine computes the last token that it knows. Where layers do not keep all blocks, it has room only for what the
+        Those of an answer with which the request goes on count as well. An engine computes the last token that it knows. Where layers do not keep all blocks, it has room only for what the
         token after the loaded ones sees. If that token were not the one that it computes, it would lack what the latter sees:
         the oldest token of its window, or its whole chunk.
         """
         num_known = len(request.all_token_ids)
-        num_wanted = (
-            request.num_prompt_tokens
-            if self._keeps_all_blocks
-            else min(request.num_prompt_tokens, num_known - 1)
-        )
-        return min(num_wanted, offer.num_tokens)
+        return min(num_known if self._keeps_all_blocks else num_known - 1, offer.num_tokens)
 
     def _includes_last_token(self, request: ConnectorRequest, offer: RemoteOffer) -> bool:
-        """Say whether a recurrent state is past what can be loaded: every engine computes the last token of a prompt itself."""
-        return self._has_state and offer.num_tokens >= request.num_prompt_tokens
+        """Say whether a recurrent state is past what can be loaded: every engine computes the last token that it knows itself."""
+        return self._has_state and offer.num_tokens >= len(request.all_token_ids)
 
     def _is_ours(self, offer: RemoteOffer) -> bool:
         epochs = {worker.epoch for worker in self._workers}
@@ -686,14 +703,14 @@ class HandoffScheduler(SchedulerHalf):
         allowed = TransferWish(
             offer_result=wish.offer_result and self._config.is_kv_producer,
             load_from=wish.load_from if may_load else None,
-            release=wish.release if self._config.is_kv_producer or may_offer_answer else None,
+            release=wish.release,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
             offer_answer=wish.offer_answer,
             answer_of=wish.answer_of,
             describe=wish.describe,
         )
         if allowed != wish:
-            key = "do_release" if wish.release is not None else "do_remote_decode"
+            key = "do_remote_decode"
             if allowed.load_from != wish.load_from:
                 key = "do_remote_prefill"
                 self.count_offered("role")
@@ -736,8 +753,10 @@ def _num_answered_tokens(request: ConnectorRequest) -> int:
 
 
 def _has_whole_prompt(request: ConnectorRequest) -> bool:
-    ended_by_itself = request.finish_reason in ("stop", "length")
-    return ended_by_itself and request.num_computed_tokens >= request.num_prompt_tokens
+    return (
+        request.finish_reason in ("stop", "length", MOVED)
+        and request.num_computed_tokens >= request.num_prompt_tokens
+    )
 
 
 def _missing_blocks(table: Sequence[int], block_size: int, num_here: int, num_tokens: int) -> GroupBlocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -15,8 +16,10 @@ from ..output import KVConnectorOutput
 from ..p2p.params import (
     IDENTITY,
     IDENTITY_FIELDS,
+    MOVED,
     REFUSED_TO_CONTINUE,
     RENDEZVOUS_SUPPORTED,
+    STOPPED_TO_MOVE,
     TRACEPARENT,
     TransferWish,
     parse_transfer_params,
@@ -157,6 +160,31 @@ class _Step:
 
 
 @dataclass
+class _Movable:
+    """A request whose answer another node may go on with.
+
+    Attributes:
+        request: vLLM's.
+        name: By which a router can have it stopped.
+        is_stopped: It has been asked for, and ends with its next token.
+    """
+
+    request: Any
+    name: str
+    is_stopped: bool = False
+
+    def stop(self) -> bool:
+        """End the answer with the next token that vLLM has not begun to compute. False: it ends by itself, or is stopped already."""
+        request = self.request
+        # vLLM may have scheduled a step ahead; the tokens of that are not told yet.
+        num_tokens = request.num_output_tokens + getattr(request, "num_output_placeholders", 0)
+        if self.is_stopped or num_tokens + 1 >= request.max_tokens:
+            return False
+        request.max_tokens, self.is_stopped = num_tokens + 1, True
+        return True
+
+
+@dataclass
 class _Early:
     """A request that is to be offered while its prompt is computed.
 
@@ -208,6 +236,7 @@ class SchedulerSide:
         #: Whether vLLM has computed something since its prefix cache was last reset. The code that resets the cache clears it.
         self.has_computed = False
         self._early: dict[str, _Early] = {}
+        self._movable: dict[str, _Movable] = {}  # by request
         self._half = half
         self._shared = shared
         self._windows = windows
@@ -217,7 +246,7 @@ class SchedulerSide:
 
     @property
     def num_remembered_requests(self) -> int:
-        num_own = len(self._refused) + len(self._refused_loads) + len(self._early)
+        num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -279,6 +308,10 @@ class SchedulerSide:
             if wish.continues and not self._may_continue(request, wish.continues):
                 _end_at_once(request, self.identity)
                 return
+            if wish.move:
+                self._stop(wish.move)
+            if wish.move_as:
+                self._movable[request_id] = _Movable(request, wish.move_as)
             is_unnamed = bool(request.mm_features) and not self._shared.has_prefix_cache
             if is_unnamed:
                 wish = self._without_unnamed_media(request, wish)
@@ -399,9 +432,16 @@ class SchedulerSide:
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
         tables = self._served(self._windows.fill(request.request_id, block_ids))
-        keeps, params = self._half.request_finished(VllmRequest.of(request), tables)
+        movable = self._movable.pop(request.request_id, None)
+        ours = VllmRequest.of(request)
+        is_moved = movable is not None and movable.is_stopped and ours.finish_reason == "length"
+        ours = replace(ours, finish_reason=MOVED) if is_moved else ours
+        keeps, params = self._half.request_finished(ours, tables)
         if not keeps:
             self._windows.release(request.request_id)
+        if is_moved:
+            # vLLM puts no params into a stream.
+            request.stop_reason = STOPPED_TO_MOVE + json.dumps(params)
         return keeps, None if params is None else self._completed(request, params)
 
     def _completed(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,6 +460,12 @@ class SchedulerSide:
     def _may_continue(self, request: Any, identity: str) -> bool:
         """Say whether this node may continue an answer whose first token a node with this identity chose."""
         return identity == self.identity and request.lora_request is None
+
+    def _stop(self, name: str) -> None:
+        """Stop the answer that may be moved by this name. If it has ended, the order came too late, which is no error."""
+        movable = next((each for each in self._movable.values() if each.name == name), None)
+        if movable is not None and movable.stop():
+            self._half.request_stopping(VllmRequest.of(movable.request))
 
     def _served(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the block tables of the groups that are handed over."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...connector.p2p.params import MOVED
 from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
 from .errors import InvalidRequestError
 from .request import Request
@@ -20,6 +21,9 @@ class Answer:
         eos_token_ids: Tokens that end an answer.
         max_model_len: Longest sequence, prompt and answer together.
 
+    Attributes:
+        is_to_move: Another node is to go on with the answer, so it stops here after its next token.
+
     Raises:
         InvalidRequestError: The request's `known_token_ids` end the answer, so nothing follows them.
     """
@@ -29,6 +33,7 @@ class Answer:
     ) -> None:
         sampling = request.source.sampling
         self.request = request
+        self.is_to_move = False
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.source.prompt_token_ids)
         self._matcher = StopMatcher(sampling.stop)
         self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
@@ -61,7 +66,8 @@ class Answer:
             self._is_unfinished = True
             return text, "length"
         if reason is None:
-            return text, None
+            # The other node holds back the same text.
+            return text, MOVED if self.is_to_move else None
         text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
         return text, "stop" if self._matcher.matched else reason
 

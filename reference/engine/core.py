@@ -166,6 +166,17 @@ class EngineCore:
             return []
         return [self._cut_off(answer, "abort")]
 
+    def move(self, name: str) -> None:
+        """Stop the answer that may be moved by this name after its next token, and offer its cache."""
+        for answer in self._answers.values():
+            if answer.request.source.move_as == name and not answer.is_to_move:
+                try:
+                    self.parts.scheduler.handoffs.on_stopping(answer.request)
+                except Exception:
+                    # The next node computes what it cannot load.
+                    logger.exception("%s: the connector's request_stopping failed", answer.request)
+                answer.is_to_move = True
+
     def _cut_off(self, answer: Answer, reason: FinishReason, why: str = "") -> RequestOutput:
         """End a request for a reason outside the model; return its last output."""
         with contextlib.suppress(RequestFailedError):  # it was logged, and the request ends anyway

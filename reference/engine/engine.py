@@ -185,6 +185,14 @@ class Engine:
         with contextlib.suppress(EngineDeadError):
             self._submit(lambda core: self._deliver(core.abort(request_id)))
 
+    def move(self, name: str) -> None:
+        """Stop the answer that may be moved by this name after its next token; its last output says `"moved"`.
+
+        If there is none any more, nothing happens.
+        """
+        with contextlib.suppress(EngineDeadError):
+            self._submit(lambda core: core.move(name))
+
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Release another node's offer for a request that was refused. Malformed parameters are ignored."""
         with contextlib.suppress(EngineDeadError):

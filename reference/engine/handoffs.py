@@ -25,6 +25,7 @@ from typing import Any
 
 from ...connector.base import KVConnectorMetadata, SchedulerHalf, SchedulerOutput
 from ...connector.output import KVConnectorOutput
+from ...connector.p2p.params import MOVED
 from ...transports.outside import bug_log, log_traceback
 from .errors import StepFailedError, reason_of
 from .request import Request
@@ -175,6 +176,7 @@ class Handoffs:
         """Those of `num_offered` that were made for the next turn of a conversation, which may never come."""
         return sum(
             Hold.OFFERED in transfer.holds
+            and transfer.request.finish_reason != MOVED
             and not (transfer.request.kv_transfer_params or {}).get("do_remote_decode")
             for transfer in self._transfers.values()
         )
@@ -253,6 +255,11 @@ class Handoffs:
         """Note that part of the prompt was computed."""
         if self._connector is not None:
             self._connector.request_progressed(request, block_ids)
+
+    def on_stopping(self, request: Request) -> None:
+        """Note that the answer stops after its next token, for another node."""
+        if self._connector is not None:
+            self._connector.request_stopping(request)
 
     def take_metadata(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
         """Take what the worker half must do in this step.

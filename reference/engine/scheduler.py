@@ -281,7 +281,8 @@ class Scheduler:
             self._run(request)  # until it is finished as failed, so that it is in a queue
             return
         if request.figures.num_preemptions == 0:
-            request.figures.num_cached_tokens = num_local
+            # Of an answer that comes back to its node, more than the prompt may be there.
+            request.figures.num_cached_tokens = min(num_local, request.num_prompt_tokens)
         request.num_computed_tokens = num_local
         request.figures.num_loaded_tokens += num_external
         if num_new_tokens == 0:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from ...connector.stats import PREFIX, Metric, TransferRecord
 from .errors import InvalidRequestError
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+#: `"moved"`: the answer was stopped after a token, for another node to go on with it.
+FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 #: (token id, log probability) of a token, and then of the likeliest tokens in its place, the likeliest first. They are the
 #: model's own: before penalties, temperature and `top_p`.
@@ -107,6 +108,7 @@ class GenerationRequest:
         items: In the order of their offsets, without overlap.
         continues_elsewhere: End the request after its first token, also if the answer is longer. Another node continues it.
         known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
+        move_as: The name by which `Engine.move` finds the request; empty: it stays here.
     """
 
     request_id: str
@@ -118,6 +120,7 @@ class GenerationRequest:
     items: tuple[PromptItem, ...] = ()
     continues_elsewhere: bool = False
     known_token_ids: tuple[int, ...] = ()
+    move_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ class RequestOutput:
         new_token_ids: Tokens since the previous output.
         text_delta: Text since the previous output. A stop text and what follows it never appear.
         error: Why the request ended with `finish_reason` `"error"`; otherwise empty.
-        kv_transfer_params: In the last output of a prefill, what the decode node needs.
+        kv_transfer_params: In the last output of a prefill, what the decode node needs; in that of an answer that is moved, what
+            the node needs that goes on with it.
         next_token: Set from the first token on if the request has `num_top_logits`.
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
         prompt_logprobs: With the first token if the request has `num_prompt_logprobs`: one entry for each token of the
@@ -227,7 +231,8 @@ class EngineTotals:
         "Prompt tokens of finished requests that were in the node's own prefix cache",
     )
     num_loaded_tokens: int = _counter(
-        "loaded_tokens_total", "Prompt tokens of finished requests that were loaded from another node"
+        "loaded_tokens_total",
+        "Tokens of finished requests that were loaded from another node: of prompts, and of moved answers",
     )
     num_output_tokens: int = _counter("output_tokens_total", "Tokens generated")
     num_finished: dict[FinishReason, int] = field(

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 
 from ...connector.errors import ConnectorError
+from ...connector.p2p.params import CONTINUES, MOVE
 from ...connector.stats import KVConnectorStats
 from ...web.access import HAS_KEY
 from ...web.admin import admin_application
@@ -261,12 +262,17 @@ class NodeServer:
         body = None
         if self._refuses:
             body = await read_json(request)
-            if not _is_release(body):
+            params = _params_of(body)
+            if params.get(MOVE) is not None:
+                # Not in the queue for a slot, which comes free when the answer has moved.
+                return self._move(params[MOVE])
+            # Without the release the drain would wait for this offer until its lease ends. An answer that this node has given up for
+            # another one comes back if that one is lost, and this node still has its cache.
+            if params.get("do_release") is not True and not _goes_on(params):
                 # Do not decline the offer that the request names: a router may send it to another node.
                 return unavailable(
                     "the node is stopping and accepts no new requests; send the request to another node"
                 ).response()
-            # Without the release the drain would wait for this offer until its lease ends.
         self._num_answering += 1
         try:
             async with slot_of(request):
@@ -288,6 +294,8 @@ class NodeServer:
         """Answer a request. A body of None has not been read yet."""
         engine = self._running_engine()
         body = await read_json(request) if body is None else body
+        if (name := _params_of(body).get(MOVE)) is not None:
+            return self._move(name)
         try:
             with span_of_work(request, body.get("kv_transfer_params")):
                 return await self._answer_to(request, body, parse, reply_format)
@@ -357,6 +365,13 @@ class NodeServer:
                 return await self._stream(request, pieces, choices, envelope, client, outcome)
             return await self._whole(pieces, choices, envelope, client)
 
+    def _move(self, name: object) -> web.Response:
+        """Stop the answer of this name for another node. If it has ended, that is no error: the order came too late."""
+        if not isinstance(name, str) or not name:
+            raise bad_request(f"'{MOVE}' must be the name of an answer", "kv_transfer_params")
+        self._running_engine().move(name)
+        return web.json_response({"status": "ok"})
+
     def _refuse_another_model(self, known: KnownAnswer | None) -> None:
         """Check that this node would have chosen the tokens after which it is to continue.
 
@@ -422,6 +437,7 @@ class NodeServer:
             items=client.items,
             continues_elsewhere=client.wish is not None,
             known_token_ids=() if client.known is None else client.known.token_ids,
+            move_as="" if client.known is None else client.known.move_as,
         )
 
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -581,10 +597,16 @@ async def _uncut(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, N
         yield piece
 
 
-def _is_release(body: Mapping[str, Any]) -> bool:
-    """Return whether a request only says that no node will load an offer."""
+def _params_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the `kv_transfer_params` of a request; empty without them."""
     params = body.get("kv_transfer_params")
-    return isinstance(params, dict) and params.get("do_release") is True
+    return params if isinstance(params, dict) else {}
+
+
+def _goes_on(params: Mapping[str, Any]) -> bool:
+    """Return whether a request is to go on with an answer."""
+    known = params.get(CONTINUES)
+    return isinstance(known, dict) and bool(known.get("token_ids"))
 
 
 def _client_request_id(request: web.Request) -> str:

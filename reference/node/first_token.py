@@ -15,6 +15,8 @@ The prefill node samples the first token anyway, and a decode node may be lost i
 - The router sends `{"token_ids": [...], "created": ..., "model": ...}` as `continues` to a decode node, whose answer is then that
   of a single node: its stream begins after these tokens, and everything else counts and contains them. Without tokens the answer
   begins here. A node with another digest refuses (503): it may have been restarted with another model since the router has asked.
+  With `"move_as": NAME` the router may have the answer moved: it sends `{"move": NAME}`, and the answer stops after its next token
+  with the `finish_reason` `"moved"` and the params of an offer of its cache.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...connector.p2p.params import CONTINUES
+from ...connector.p2p.params import CONTINUES, MOVE_AS
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import RequestOutput, SamplingParams
@@ -54,11 +56,13 @@ class KnownAnswer:
         token_ids: Empty: the answer begins here.
         created: Seconds since 1970, for all parts of the answer. None: it begins here.
         model: Digest of the nodes that chose it. Empty: the router does not say.
+        move_as: The name by which the answer can be moved. Empty: it cannot be.
     """
 
     token_ids: tuple[int, ...]
     created: int | None
     model: str = ""
+    move_as: str = ""
 
 
 def take_beginning(
@@ -87,7 +91,8 @@ def take_beginning(
         token_ids = given.get("token_ids") or []
         if not isinstance(token_ids, list) or not all(type(each) is int for each in token_ids):
             raise bad_request("'continues.token_ids' must be a list of integers", "kv_transfer_params")
-        known = KnownAnswer(tuple(token_ids), inner.optional_integer("created"), inner.text("model", ""))
+        created, model = inner.optional_integer("created"), inner.text("model", "")
+        known = KnownAnswer(tuple(token_ids), created, model, inner.text(MOVE_AS, ""))
     return others, wish, known
 
 

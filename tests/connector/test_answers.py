@@ -184,6 +184,60 @@ class TestTheOffer:
         assert params["remote_num_tokens"] == 10
 
 
+class TestAnAnswerThatMoves:
+    """It is offered whether or not the node offers answers, as soon as its engine says that it stops."""
+
+    @staticmethod
+    def stopping(reason: str = "moved") -> tuple[HandoffScheduler, tuple[bool, dict[str, Any] | None]]:
+        decoder = scheduler(offers=False)
+        request = Request("d", len(PROMPT), None, 11, None, answer_token_ids=ANSWER[:2])
+        decoder.on_new_request(request)
+        decoder.request_stopping(request)
+        # The next node may claim before the offer is made, and its claim must be known by then.
+        assert orders_of(decoder.build_connector_meta(), "announcement").keys() == {"d"}
+        request.answer_token_ids, request.num_computed_tokens, request.finish_reason = ANSWER, 12, reason
+        return decoder, decoder.request_finished(request, [(1, 2, 3)])
+
+    def test_prompt_and_answer_are_offered_for_a_node_that_loads_them_at_once(self) -> None:
+        decoder, (held, params) = self.stopping()
+        assert held
+        assert params is not None
+        assert params["remote_num_tokens"] == 12
+        assert "answer_lease_s" not in params
+        (order,) = orders_of(decoder.build_connector_meta(), "offer").values()
+        content = content_digest(Request("n", 13, token_ids=[*PROMPT, *ANSWER]), 12)
+        assert order == OfferOrder(int(params["remote_lease"], 16), ((1, 2, 3),), 12, content)
+        release = {**params, "do_remote_prefill": False, "do_release": True}
+        decoder.on_new_request(Request("r", 1, release))
+        assert decoder.build_connector_meta().releases == (("d", int(params["remote_lease"], 16)),)
+        decoder.update_connector_output(KVConnectorOutput(finished_sending={"d"}))
+        assert decoder.num_requests == 0
+
+    @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+    def test_one_that_ends_otherwise_is_not_offered(self, reason: str) -> None:
+        decoder, ended = self.stopping(reason)
+        assert ended == (False, None)
+        assert orders_of(decoder.build_connector_meta(), "withdrawal").keys() == {"d"}
+        assert decoder.num_requests == 0
+
+    def test_a_node_that_offers_answers_offers_this_one_for_the_other_node(self) -> None:
+        decoder = scheduler(percent=5)  # more than the answer's share of blocks
+        held, params = decode(decoder, reason="moved")
+        assert held
+        assert params is not None
+        assert "answer_lease_s" not in params
+
+    @pytest.mark.parametrize(("window", "num_loaded"), [(0, 12), (4, 12)])
+    def test_the_next_node_loads_what_it_knows_of_the_answer_as_well(
+        self, window: int, num_loaded: int
+    ) -> None:
+        _, (_, params) = self.stopping()
+        node = scheduler(offers=False, window=window)
+        request = Request("n", len(PROMPT), params, token_ids=PROMPT, answer_token_ids=ANSWER)
+        node.on_new_request(request)
+        assert node.get_num_new_matched_tokens(request, 0) == (num_loaded, True)
+
+
 class TestTheNextTurn:
     def test_a_producer_loads_the_answer_past_its_own_prefix_and_then_offers_the_new_prompt(self) -> None:
         _, params = decode(scheduler())

@@ -65,6 +65,9 @@ def test_parsing_does_not_change_the_params() -> None:
 def test_a_question_about_the_node_and_an_answer_that_another_node_began() -> None:
     assert parse_transfer_params({"describe": True}) == TransferWish(describe=True)
     assert parse_transfer_params({"continues": {"model": "digest"}}) == TransferWish(continues="digest")
+    movable = {"continues": {"model": "digest", "move_as": "a" * 32}}
+    assert parse_transfer_params(movable) == TransferWish(continues="digest", move_as="a" * 32)
+    assert parse_transfer_params({"move": "a" * 32}) == TransferWish(move="a" * 32)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,10 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("continues", "digest"),
         ("continues", {}),
         ("continues", {"model": 5}),
+        ("continues", {"model": "digest", "move_as": "short"}),
+        ("continues", {"model": "digest", "move_as": 5}),
+        ("move", "short"),
+        ("move", ["a" * 32]),
         ("remote_engine_id", ""),
         ("remote_engine_id", 5),
         ("remote_engine_id", "x" * 1025),

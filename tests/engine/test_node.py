@@ -188,6 +188,12 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
         # A release is no new work: it lets the drain end before the lease of the offer does.
         release = await ask(client, "b", max_tokens=1, kv_transfer_params={"do_release": True})
         assert release.status != 503
+        # Neither is the order to stop an answer for another node, or an answer that comes back from there.
+        order = await ask(client, "b", kv_transfer_params={"move": "5" * 32})
+        assert order.status == 200
+        known = {"token_ids": expected[:9], "created": 5}
+        back = await ask(client, "a", max_tokens=100, kv_transfer_params={"continues": known})
+        assert (await back.json())["choices"][0]["token_ids"] == expected
         streamed, whole = await asyncio.gather(*begun)
         assert token_ids(events_of(await streamed.text())) == expected
         assert (await whole.json())["choices"][0]["token_ids"] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, Offer, State
 from kvferry.router.ways import TABLE, Chooser, Facts, Options, Way, chooser_of, named_offer, way_of
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import Event
-from tests.support.exchange_simulator import PromiseBrokenError, explore
+from tests.support.exchange_simulator import PromiseBrokenError, Told, explore
 from tests.support.fake_nodes import PLACE
 
 ROUTER_DOC = Path(__file__).parents[2] / "docs" / "router.md"
@@ -222,6 +223,55 @@ class GivesUpAtTheFirstLoss(Exchange):
         return self._fail(ApiError(503, "lost", kind="x"))
 
 
+class ForgetsWhatWasStopped(Exchange):
+    """The answer moves, and nothing ends the offer of its cache."""
+
+    def _stopped(self, stop: Any) -> Actions:
+        return super()._stopped(replace(stop, params=None))
+
+
+class LosesTheLastToken(Exchange):
+    """What came with the stop is not sent."""
+
+    def _stopped(self, stop: Any) -> Actions:
+        self._has_lost = True
+        return super()._stopped(stop)
+
+    def events_arrived(self, events: Iterable[Event]) -> Actions:
+        self._has_lost = False
+        actions = super().events_arrived(events)
+        return [each for each in actions if not (self._has_lost and isinstance(each, does.Send))]
+
+
+class LeavesTheStoppedStreamOpen(Exchange):
+    def _stopped(self, stop: Any) -> Actions:
+        return [each for each in super()._stopped(stop) if not isinstance(each, does.EndDecode)]
+
+
+class LoadsMoreThanItTells(Exchange):
+    def _stopped(self, stop: Any) -> Actions:
+        told, self.beginning = self.beginning, Told()  # type: ignore[assignment]
+        actions = super()._stopped(stop)
+        self.beginning = told
+        return actions
+
+
+class GivesUpWithoutAnotherNode(Exchange):
+    """An answer that no other node takes does not go back."""
+
+    def no_decode_node(self, error: ApiError) -> Actions:
+        return self._fail(error)
+
+
+class GivesUpWhatCannotBeLoaded(Exchange):
+    _is_moving = False
+
+
+class ShowsTheStop(Exchange):
+    def _stopped(self, stop: Any) -> Actions:
+        return [does.Send([stop.event]), *super()._stopped(stop)]
+
+
 class NeverDecodesAlone(Exchange):
     def no_prefill_node(self, error: ApiError, *, may_decode_alone: bool) -> Actions:
         return super().no_prefill_node(error, may_decode_alone=False)
@@ -246,13 +296,20 @@ BUGS = {
     LosesTheOfferOfTheAnswer: "every offer of an answer is kept or released",
     DropsAnEvent: "the client gets each byte of one answer, once and in order",
     GivesAnswersUp: "an error is given only if no node could answer",
-    MovesWithTheFirstTokenOnly: "a node that goes on knows all that the client has",
+    MovesWithTheFirstTokenOnly: "",  # a node that goes on knows too little, or a stop is not noticed
     CountsRepeatedTokens: "",  # the next node is told too many tokens, or the client lacks one
     MovesAnswersThatAreOver: "no node is asked to go on with an answer that is over",
     MovesToTheLostNode: "a node that was lost is not asked again",
     LeavesTheLostStreamOpen: "",  # a second one begins, or it outlasts the exchange
     GoesOnAfterOtherTokens: "the client gets each byte of one answer, once and in order",
     GivesUpAtTheFirstLoss: "an error is given only if no node could answer",
+    ForgetsWhatWasStopped: "a stopped answer is loaded or released",
+    LosesTheLastToken: "",  # the next node is told too many tokens, or the client lacks one
+    LeavesTheStoppedStreamOpen: "",  # a second one begins, or it outlasts the exchange
+    LoadsMoreThanItTells: "a node loads only what it is told",
+    GivesUpWithoutAnotherNode: "an error is given only if no node could answer",
+    GivesUpWhatCannotBeLoaded: "an error is given only if no node could answer",
+    ShowsTheStop: "the client gets each byte of one answer, once and in order",
     NeverDecodesAlone: "an error is given only if no node could answer",
 }
 

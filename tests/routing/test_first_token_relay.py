@@ -95,8 +95,9 @@ class Decode:
     @property
     def given(self) -> list[Any]:
         """What the node was told of the answer, per request. None: it begins there."""
-        told = [(body.get("kv_transfer_params") or {}).get("continues") for body in self.asked]
-        return [each if each is not None and "token_ids" in each else None for each in told]
+        told = [(body.get("kv_transfer_params") or {}).get("continues") or {} for body in self.asked]
+        told = [{key: value for key, value in each.items() if key != "move_as"} for each in told]
+        return [each if "token_ids" in each else None for each in told]
 
     @property
     def met(self) -> list[bool]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,10 +56,11 @@ class SteppedNode:
         """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token, with log probabilities)."""
         params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
         lora_name, items = more.pop("lora_name", ""), more.pop("items", ())
+        known, move_as = more.pop("known_token_ids", ()), more.pop("move_as", "")
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "num_logprobs": 0, **more})
         with self.at_work() as core:
             request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt, lora_name, items)
-            core.add(request, time.monotonic())
+            core.add(replace(request, known_token_ids=tuple(known), move_as=move_as), time.monotonic())
 
     def step(self) -> None:
         """Run one step if there is anything to do."""
@@ -71,6 +72,11 @@ class SteppedNode:
     def abort(self, request_id: str) -> None:
         with self.at_work() as core:
             self._note(core.abort(request_id))
+
+    def move(self, name: str) -> None:
+        """Stop the answer that may be moved by this name."""
+        with self.at_work() as core:
+            core.move(name)
 
     def _note(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

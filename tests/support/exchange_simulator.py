@@ -26,13 +26,16 @@ ERROR = Event(b'data: {"error": {"message": "the load failed"}}\n\n')
 #: What a node answers, and what another one may answer whose logits are almost equal.
 NUM_TOKENS = 4
 ANSWERS = {
-    name: [Event(b'data: {"n": "%s%d"}\n\n' % (name.encode(), number)) for number in range(NUM_TOKENS)]
+    name: [
+        Event(b'data: {"n": "%s%d", "choices": [{"finish_reason": null}]}\n\n' % (name.encode(), number))
+        for number in range(NUM_TOKENS)
+    ]
     for name in "ab"
 }
 TOKENS = {event.raw for events in ANSWERS.values() for event in events}
 #: What a node sends for that, because the router asks for the ids of tokens.
 SENT = {
-    name: [Event(event.raw.replace(b"}", b', "token_ids": [7]}')) for event in events]
+    name: [Event(event.raw.replace(b"null}", b'null, "token_ids": [7]}')) for event in events]
     for name, events in ANSWERS.items()
 }
 
@@ -43,10 +46,16 @@ class PromiseBrokenError(AssertionError):
 
 @dataclass
 class Told:
-    """What the client has of an answer. `is_other`: the next node goes on otherwise than the one before had begun to."""
+    """What the client has of an answer.
+
+    Attributes:
+        is_other: The next node goes on otherwise than the one before had begun to.
+        is_told_whole: The next node is told all tokens.
+    """
 
     num_tokens: int = 0
     is_other: bool = False
+    is_told_whole: bool = True
     num_repeated: int = 0
 
     @property
@@ -130,6 +139,8 @@ class Schedule:
     opened: list[Offer] = field(default_factory=list)
     kept: int = 0
     num_answer_offers: int = 0
+    stopped: list[int] = field(default_factory=list)  # offers of answers that were stopped
+    drains: set[Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         drawn = self.drawn = random.Random(self.seed)
@@ -142,6 +153,7 @@ class Schedule:
         self.may_decode_alone = drawn.random() < 0.3
         self.offers_answer = drawn.random() < 0.5
         self.p_loss = drawn.choice((0.0, 0.2, 0.5))
+        self.p_stop = drawn.choice((0.0, 0.3, 0.6))
         self.p_leave = drawn.choice((0.0, 0.0, 0.05))
         answer: Any = FoundAnswer() if drawn.random() < 0.2 else None
         self.exchange = self.kind(
@@ -210,6 +222,8 @@ class Schedule:
                 "an offer that was loaded is not released", kept=not is_loaded or offer not in self.released
             )
         self.promise("every offer of an answer is kept or released", kept=self.kept == self.num_answer_offers)
+        used = {offer.params.get("n") for offer in (*self.opened, *self.released)}
+        self.promise("a stopped answer is loaded or released", kept=used.issuperset(self.stopped))
         self.check_bytes()
 
     def check_bytes(self) -> None:
@@ -271,6 +285,10 @@ class Schedule:
                     kept=after is None or not after.is_over,
                 )
                 self.promise("a node that was lost is not asked again", kept=node not in self.lost_decodes)
+                self.promise(
+                    "a node loads only what it is told",
+                    kept=not self.is_stopped(action) or (after is not None and after.is_told_whole),
+                )
                 self.decode, self.stream = action, None
                 exchange.tried_decode[node] = None
             case does.EndPrefill():
@@ -308,7 +326,10 @@ class Schedule:
 
     def place(self) -> list[Action]:
         exchange = self.exchange
-        untried = [node for node in self.decodes if node not in exchange.tried_decode]
+        untried = self.untried()
+        last: Any = exchange.moved_from
+        if not untried and last is not None and last not in self.lost_decodes:
+            return exchange.placed_at(last)
         if not untried:
             return self.without_decode()
         if self.may_be_local and self.drawn.random() < 0.5:
@@ -324,13 +345,29 @@ class Schedule:
 
     def choose(self) -> list[Action]:
         exchange = self.exchange
-        fits = [node for node in self.decodes if node not in exchange.tried_decode]
+        fits = self.untried()
         if exchange.beginning is not None:
             fits = [node for node in fits if node.abilities]
+        last: Any = exchange.moved_from
+        if (
+            not fits
+            and exchange.state is not State.MOVING
+            and last is not None
+            and last not in self.lost_decodes
+        ):
+            return exchange.decode_chosen(last)
         if not fits:
             return self.without_decode()
         node: Any = self.drawn.choice(fits)
         return exchange.decode_chosen(node)
+
+    def untried(self) -> list[Node]:
+        tried = self.exchange.tried_decode
+        return [node for node in self.decodes if node not in tried and node not in self.drains]
+
+    def is_stopped(self, asked: does.AskDecode) -> bool:
+        """Whether a node is asked to load an answer that another one has stopped."""
+        return asked.params is not None and asked.params["n"] in self.stopped
 
     def without_decode(self) -> list[Action]:
         able = (node for node in self.decodes if node.abilities or self.exchange.beginning is None)
@@ -391,6 +428,9 @@ class Schedule:
             self.lost_decodes.add(node)
             exchange.tried_decode[node] = RuntimeError("lost")  # type: ignore[assignment]
             return exchange.decode_lost(RuntimeError("lost"))
+        if self.is_stopped(asked) and self.drawn.random() < 0.2:
+            self.lost_decodes.add(node)  # a server whose policy is to fail such a request
+            return exchange.decode_answered(Begun(500, {}, False, b"{}", (), "failed"))
         result: Any = self.drawn.choice(("loaded", "failed", "none", "unknown"))
         if not exchange.is_stream:
             return exchange.decode_answered(Begun(200, {}, False, b"{}", (), result))
@@ -424,8 +464,28 @@ class Schedule:
             return self.exchange.decode_broke(ApiError(502, "lost in the middle", kind="server_error"))
         num = self.drawn.randint(1, len(self.stream))
         events, self.stream = self.stream[:num], self.stream[num:]
+        if self.may_stop(events):
+            events[-1], self.stream = self.stopped_at(events[-1]), []
         self.num_answer_offers += LAST in events
         return self.exchange.events_arrived(events)
+
+    def may_stop(self, events: Sequence[Event]) -> bool:
+        """Draw whether the node stops the answer with the last of these events, for another node to go on with."""
+        told: Any = self.exchange.beginning
+        num_sent = sum(b"token_ids" in event.raw for event in events)
+        is_last = told is not None and told.num_tokens - told.num_repeated + num_sent >= NUM_TOKENS
+        is_token = b"token_ids" in events[-1].raw
+        return told is not None and is_token and not is_last and self.drawn.random() < self.p_stop
+
+    def stopped_at(self, event: Event) -> Event:
+        node, told = self.exchange.decode, self.exchange.beginning
+        self.drains = {node} if self.drawn.random() < 0.7 else set()  # type: ignore[arg-type]
+        told.is_told_whole = self.drawn.random() < 0.8  # type: ignore[union-attr,misc]
+        raw = event.raw.replace(b'"finish_reason": null', b'"finish_reason": "moved"')
+        if self.drawn.random() < 0.2:
+            return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": null, "metrics": {}}'))
+        self.stopped.append(number := 1000 + len(self.stopped))
+        return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": {"n": %d}, "metrics": {}}' % number))
 
 
 def explore(num: int, kind: type[Exchange] = Exchange, first_seed: int = 0) -> None:

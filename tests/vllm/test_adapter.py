@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -26,6 +27,7 @@ from kvferry.connector.kv_cache_specs import (
 )
 from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder, RequestOrders, WorkerAddress
+from kvferry.connector.p2p.params import STOPPED_TO_MOVE
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
@@ -655,6 +657,42 @@ class TestContinuing:
             assert request.stop_reason.startswith("kvferry refused to continue: ")
             assert (request.sampling_params.stop_token_ids, sampling.stop_token_ids) == ([], [1])
         assert side.num_remembered_requests == 0
+
+
+class TestMoving:
+    """An answer stops for another node after the next token that vLLM has not begun to compute."""
+
+    NAME = "5" * 32
+
+    def stopped(self, *, num_ahead=0, max_tokens=20, reason="length"):
+        """Return a request that was ordered to stop, and what became of it."""
+        side = TestContinuing.node(TestContinuing.FIELDS)
+        request = _request("r", {"continues": {"model": side.identity, "move_as": self.NAME}})
+        request.max_tokens, request.num_output_tokens, request.stop_reason = max_tokens, 3, None
+        request.num_output_placeholders = num_ahead
+        side.on_new_request(request)
+        side.on_new_request(_request("order", {"move": self.NAME}))
+        side.build_connector_meta()
+        request.get_finished_reason = lambda: reason
+        request.all_token_ids, request.num_computed_tokens = [7] * 44, 43
+        ended = side.request_finished(request, ([4, 5, 6],))
+        assert side.num_remembered_requests == ended[0]
+        return request, ended
+
+    def test_it_ends_with_the_next_token_and_says_in_its_stop_reason_what_it_offers(self):
+        request, (keeps, params) = self.stopped()
+        assert (request.max_tokens, keeps) == (4, True)
+        sign, _, offer = request.stop_reason.partition(": ")
+        assert sign + ": " == STOPPED_TO_MOVE
+        assert json.loads(offer)["remote_num_tokens"] == 43
+        assert json.loads(offer)["remote_lease"] == params["remote_lease"]
+
+    def test_tokens_that_are_being_computed_are_waited_for(self):
+        assert self.stopped(num_ahead=1)[0].max_tokens == 5
+
+    def test_one_that_ends_there_by_itself_is_not_stopped(self):
+        for ended in (self.stopped(max_tokens=4), self.stopped(reason="stop")):
+            assert (ended[0].stop_reason, ended[1]) == (None, (False, None))
 
 
 class TestWindowBlocks:
