@@ -291,3 +291,48 @@ async def test_an_answer_that_cannot_go_on_ends_with_an_error(
             if found != WHOLE:
                 break
     assert found.startswith("t0 t1 the answer was lost in the middle")
+
+
+# -- whole answers -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Whole:
+    """A node that gives whole answers.
+
+    Attributes:
+        cut_at: The connection is cut after so many bytes of the body. None: it is not.
+    """
+
+    cut_at: int | None = None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        body = json.dumps({"choices": [{"index": 0, "text": WHOLE, "finish_reason": "length"}]}).encode()
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = len(body)
+        if self.cut_at != 0:
+            await response.prepare(request)
+            await response.write(body[: self.cut_at])
+        if self.cut_at is not None:
+            assert request.transport is not None
+            await asyncio.sleep(0.05)  # what was written has left
+            request.transport.abort()
+        return response
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"n": 2, "seed": 3, "logprobs": 1}], ids=str)
+@pytest.mark.parametrize("cut_at", [0, 20], ids=["before the answer", "in the middle of the answer"])
+async def test_a_whole_answer_is_given_again_from_its_beginning(cut_at: int, fields: dict[str, Any]) -> None:
+    prefill, lost, well = Prefill(), Whole(cut_at), Whole()
+    body = {"prompt": "p", "max_tokens": 6, **fields}
+    async with routed([prefill], [lost, well]) as client:
+        async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=body) as response:
+            found = await response.json()
+        page = await (await client.get("/metrics")).text()
+    assert [choice["text"] for choice in found["choices"]] == [WHOLE]
+    assert len(prefill.asked) == 2
+    # The second node chooses all tokens itself, by what the client has asked for.
+    assert well.asked == [lost.asked[0]]
+    assert "kvferry_router_moved_answers_total 0.0" in page
