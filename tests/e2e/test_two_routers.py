@@ -54,7 +54,10 @@ def services(spawn: Spawn, tiny_arguments: Sequence[str], tmp_path: Path) -> Ite
         roles = ("prefill", "decode", "decode")
         nodes = [start(role, "serve", "--role", role, *tiny_arguments, *LEASE, *OFFERS) for role in roles]
         urls = [word for node in nodes for word in (f"--{node.name}", f"http://127.0.0.1:{node.port}")]
-        routers = [start(name, "router", *urls, "--check-interval-s", "0.25") for name in ("first", "second")]
+        routers = [
+            start(name, "router", *urls, "--check-interval-s", "0.25", "--drain-delay-s", "1")
+            for name in ("first", "second")
+        ]
         for number, node in enumerate(nodes):
             node.wait_ready(START_TIMEOUT_S)
             node.name += f" {number}"
