@@ -23,6 +23,7 @@ VERSIONS_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
 HANDOFFS ?= 2000
+LOSSES ?= 60
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
 # The image that `make test-docker` builds and tests, `cpu` or `cuda`. Neither needs a GPU for this.
 DOCKER_TARGET ?= cpu
@@ -161,6 +162,14 @@ soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECO
 soak-ranks: $(READY) $(VLLM_READY) ## hand over 2,000 times between nodes of several ranks, per pair of shapes and engine: HANDOFFS=2000
 	KVFERRY_HANDOFFS=$(HANDOFFS) $(BIN)/python -m pytest tests/e2e/test_several_ranks.py -m "" -s $(TEST_ARGS)
 	KVFERRY_HANDOFFS=$(HANDOFFS) $(VLLM_BIN)/python -m pytest tests/vllm/test_several_ranks.py -m "" -s $(TEST_ARGS)
+
+.PHONY: soak-losses
+soak-losses: $(READY) $(VLLM_READY) build/nixl ## kill and freeze nodes under load, over each transport, and count what that costs: LOSSES=60
+	CONNECTORS="shm $(TRANSPORTS)" KVFERRY_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/e2e/test_moved_answers.py \
+		-m "" -s $(TEST_ARGS)
+	PYTHONPATH=build/nixl CONNECTORS=nixl KVFERRY_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/e2e/test_moved_answers.py \
+		-m "" -s $(TEST_ARGS)
+	KVFERRY_LOSSES=$(LOSSES) $(VLLM_BIN)/python -m pytest tests/vllm/test_moved_answers.py -m "" -s $(TEST_ARGS)
 
 .PHONY: test-docker
 test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker, or Buildah and root)

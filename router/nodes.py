@@ -95,6 +95,7 @@ class UpstreamNode:
         place: Where a decode node can claim from this one: what its connector has said of itself, or the
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
+        num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of it again.
         on_ended: Called with the URL when the node's process has ended.
         leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
     """
@@ -106,6 +107,7 @@ class UpstreamNode:
         self.num_connection_failures = 0
         self.num_at_once = 0
         self.num_offers = 0
+        self.num_ends = 0
         self.last_used = 0
         self.load_failure_policy = ""
         self.place: Mapping[str, Any] = {}
@@ -219,6 +221,7 @@ class UpstreamNode:
             # The next process at this address has another epoch. Also when the node is back, because a late answer of the
             # old process may have come meanwhile.
             self.place = {}
+            self.num_ends += 1
             self.on_ended(self.url)
         if health.state in (NodeState.READY, NodeState.OVERLOADED):
             self.kv_role = health.kv_role

@@ -144,6 +144,8 @@ class Performance:
         self._note_piece = note_piece
         self._progress = Progress(services.fleet, exchange.body)
         self._chosen = ""  # URL of the node that is to compute the prompt
+        self._asked_at: dict[UpstreamNode, int] = {}  # decode nodes, with their `num_ends` then
+        self._has_come = False  # the beginning of a stream, from the decode node that was asked last
         self._calls: dict[str, asyncio.Task[Callable[[], Actions]]] = {}
         self._closing: list[asyncio.Task[Any]] = []
         self._answer: NodeAnswer | None = None  # a stream that is being read
@@ -340,6 +342,7 @@ class Performance:
 
     async def _place(self) -> Actions:
         exchange, services = self._exchange, self._services
+        self._forget_ended()
         body, tried = exchange.body, exchange.tried_decode
         prefills = services.prefill_pool.best({}, lambda node: True, body)
         decodes = {node.url: node for node in services.decode_pool.best(tried, self._may_decode, body)}
@@ -371,6 +374,16 @@ class Performance:
         return exchange.placed(
             offer, services.decode_pool.pick(tried, lambda node: node is decode, body=body)
         )
+
+    def _forget_ended(self) -> None:
+        """Let nodes whose process has ended since they were asked be asked again: an answer may outlive more losses than there are nodes.
+
+        Only if the answer has gone on since. Otherwise a request that ends each node would also end those that come back.
+        """
+        if self._has_come:
+            self._has_come = False
+            for node in [node for node, ends in self._asked_at.items() if node.num_ends != ends]:
+                self._exchange.tried_decode.pop(node, None)
 
     async def _choose_decode(self) -> Actions:
         exchange, services = self._exchange, self._services
@@ -469,6 +482,7 @@ class Performance:
     async def _decode(self, action: does.AskDecode) -> Callable[[], Actions]:
         """Ask a decode node. Returns what comes of it."""
         exchange, node = self._exchange, action.node
+        self._asked_at[node] = node.num_ends
         may_offer = exchange.key is not None
         body = decode_body(exchange.body, action.params, action.after, may_offer_answer=may_offer)
         # As they are now, because they are part of the request.
@@ -507,7 +521,7 @@ class Performance:
             self._progress.prompt_ended(is_computed=answer.is_stream)
         if answer.is_stream:
             self._progress.answer_began(node.url)
-            self._answer = answer
+            self._answer, self._has_come = answer, True
         else:
             node.note_answered()
         begun, exchange = begun_of(answer), self._exchange

@@ -1,143 +1,171 @@
-"""A streamed answer outlives its decode node: another one goes on with it, and the client sees no difference."""
+"""Answers outlive the nodes that compute them: another node goes on, and the client sees no difference.
+
+KVFERRY_LOSSES is how many nodes each test loses. `make soak-losses` loses 60.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from kvferry.reference.demo.launcher import Spawn
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
-from tests.e2e.test_first_token import normalized
+from tests.support.chaos.services import Service, reserved_port
 from tests.support.client import Client, wait_until
+from tests.support.losses import (
+    NUM_CLIENTS,
+    NUM_LOSSES,
+    SEED,
+    Fleet,
+    Kind,
+    Question,
+    Report,
+    learn,
+    lose_nodes,
+    metrics_of,
+)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240 + 30 * NUM_LOSSES)]
 
-#: Lost nodes per transport and kind of loss; KVFERRY_LOSSES=300 loses more.
-NUM_LOSSES = int(os.environ.get("KVFERRY_LOSSES", "4"))
-SEED = int(os.environ.get("KVFERRY_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
-PROMPT = "A ferry that sinks leaves its cargo to the next one, which goes on from where it was. " * 3
-NUM_TOKENS = 240
-#: What a stream may ask for, and be continued.
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+PROMPT = "A ferry that sinks leaves its cargo to the next one, which goes on from where it was. "
+NUM_TOKENS = 120
+NUM_QUESTIONS = 14
+LOADS = "kvferry_live_loads"
+CHECKS = ("--check-interval-s", "0.2", "--check-timeout-s", "0.6")
+#: What a stream may ask for, and be continued; and what a whole answer may ask for, which is given again.
 ASKED: tuple[dict[str, Any], ...] = (
-    {"temperature": 0},
-    {"temperature": 0, "stream_options": {"include_usage": True}},
+    {"temperature": 0, "return_token_ids": True, "stream": True},
+    {"temperature": 0, "stream_options": {"include_usage": True}, "stream": True},
+    {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "stream": True},
     {"temperature": 0, "return_token_ids": True},
-    {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-    {"temperature": 0, "stop": ["\x00\x01\x02"]},
+    {"temperature": 0, "stop": ["\x00\x01\x02"], "return_token_ids": True, "stream": True},
+    {"temperature": 0, "messages": [], "stream": True},
+    {"temperature": 0.9, "seed": 8, "n": 2, "logprobs": 1, "return_token_ids": True},
 )
 
 
+@pytest.fixture(scope="module")
+def questions(tiny_single: Client) -> list[Question]:
+    """Questions with one right answer each."""
+    return list(itertools.islice(_learned(tiny_single), NUM_QUESTIONS))
+
+
+def _learned(single: Client) -> Iterator[Question]:
+    for number in itertools.count():
+        body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **ASKED[number % len(ASKED)]}
+        text = f"{number} {PROMPT * (1 + number % 3)}"
+        if "messages" in body:
+            body["messages"] = [{"role": "user", "content": text}]
+        else:
+            body["prompt"] = text
+        if question := learn(single.process, CHATS if "messages" in body else COMPLETIONS, body):
+            yield question
+
+
 @dataclass
-class Pair:
-    """A prefill node, two decode nodes, and a router in front of them. A decode node that was lost is started again."""
+class Starter:
+    """Starts fleets of nodes that keep their ports."""
 
-    launcher: Launcher
+    spawn: Spawn
     arguments: Sequence[str]
-    prefill: Client
-    decodes: list[Client]
-    router: Client
+    folder: Path
+    stack: ExitStack
 
-    @contextmanager
-    def losing(self, lose: Callable[[LaunchedProcess], None]) -> Iterator[Callable[[], None]]:
-        """Yield what loses the decode node that has a request. After the block there are two nodes again."""
-        lost: list[Client] = []
+    def start(self, roles: Sequence[str], mortal: str, *options: str) -> Fleet:
+        """Start nodes of these roles, and a router before them. Those with the role `mortal` are to be lost."""
+        nodes = [self._node(number, role) for number, role in enumerate(roles)]
+        for node in nodes:
+            node.wait_ready(START_TIMEOUT_S)
+        names = {"prefill": "--prefill", "decode": "--decode", "both": "--node"}
+        urls = [
+            word for role, node in zip(roles, nodes, strict=True) for word in (names[role], node.process.url)
+        ]
+        router = self._service("router", "router", (*urls, *CHECKS, *options))
+        router.wait_ready(START_TIMEOUT_S)
+        mortals = [node for node in nodes if node.name.startswith(mortal)]
+        role = "decode" if mortal == "both" else mortal
+        return Fleet(nodes, mortals, router, self.folder / "router (1).log", role)
 
-        def lose_it() -> None:
-            nodes = json.loads(self.router.get("/nodes")[1])["nodes"]
-            busy = {node["url"] for node in nodes if node["role"] == "decode" and node["in_flight"]}
-            for node in [each for each in self.decodes if each.process.url in busy]:
-                lost.append(node)
-                lose(node.process)
+    def _node(self, number: int, role: str) -> Service:
+        return self._service(f"{role} {number}", "serve", ("--role", role, *self.arguments, *LEASE))
 
-        yield lose_it
-        for node in lost:
-            node.process.kill()
-            port = node.process.url.rpartition(":")[2]
-            self.decodes[self.decodes.index(node)] = start_decode(self.launcher, self.arguments, port)
-        wait_until(lambda: all(node["state"] == "ready" for node in self.nodes()))
-
-    def nodes(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.router.get("/nodes")[1])["nodes"]
-        return found
-
-
-def start_decode(launcher: Launcher, arguments: Sequence[str], port: str = "0") -> Client:
-    node = launcher.start_node("decode", "decode", *arguments, *LEASE, "--port", port)
-    launcher.wait_ready([node], START_TIMEOUT_S)
-    return Client(node)
+    def _service(self, name: str, program: str, words: Sequence[str]) -> Service:
+        port = self.stack.enter_context(reserved_port())
+        service = Service(name, self.spawn, program, words, port, self.folder, self.folder)
+        service.start()
+        self.stack.callback(service.close)
+        return service
 
 
 @pytest.fixture
-def pair(launcher: Launcher, tiny_arguments: tuple[str, ...]) -> Pair:
-    prefill = launcher.start_node("prefill", "prefill", *tiny_arguments, *LEASE)
-    launcher.wait_ready([prefill], START_TIMEOUT_S)
-    decodes = [start_decode(launcher, tiny_arguments) for _ in range(2)]
-    checks = ("--check-interval-s", "0.2", "--check-timeout-s", "0.6")
-    router = launcher.start_router("router", [prefill], [node.process for node in decodes], *checks)
-    launcher.wait_ready([router], START_TIMEOUT_S)
-    return Pair(launcher, tiny_arguments, Client(prefill), decodes, Client(router))
+def starter(spawn: Spawn, tiny_arguments: tuple[str, ...], tmp_path: Path) -> Iterator[Starter]:
+    with ExitStack() as stack:
+        yield Starter(spawn, tiny_arguments, tmp_path, stack)
 
 
-def kill(process: LaunchedProcess) -> None:
-    process.kill()
-
-
-def freeze(process: LaunchedProcess) -> None:
-    process.send_signal(signal.SIGSTOP)
-
-
-def expected_of(single: Client, body: dict[str, Any]) -> bytes:
-    with single.requesting("/v1/completions", body, {"X-Request-Id": "same"}) as response:
-        return normalized(response.read())
-
-
-def is_used_up(pair: Pair) -> bool:
-    return pair.prefill.is_whole() and all(node.is_whole() for node in pair.decodes)
+def assert_nothing_was_lost(report: Report) -> None:
+    print(f"\nseed {SEED}: {report}")
+    assert not report.problems, "\n".join(report.problems)
 
 
 @pytest.mark.every_transport
-@pytest.mark.timeout(60 + 30 * NUM_LOSSES)
-@pytest.mark.parametrize("lose", [kill, freeze], ids=["killed", "frozen"])
-def test_a_stream_outlives_its_decode_node(
-    pair: Pair, tiny_single: Client, lose: Callable[[LaunchedProcess], None]
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_answers_outlive_their_decode_node(starter: Starter, questions: list[Question], kind: Kind) -> None:
+    fleet = starter.start(["prefill", "decode", "decode", "decode"], "decode")
+    report = lose_nodes(fleet, questions, kind, NUM_LOSSES)
+    assert_nothing_was_lost(report)
+    assert report.num_known, "no stream went on at another node"
+    # Of the prompt, the prefill node computes what is not a whole block of its prefix cache.
+    assert report.num_again < 0.5 * report.mean_prompt
+
+
+def test_without_a_prefill_node_the_prompt_is_computed_again(
+    starter: Starter, questions: list[Question]
 ) -> None:
-    drawn = random.Random(SEED)
-    gaps: list[float] = []
-    for number in range(NUM_LOSSES):
-        body = {"prompt": f"{number} {PROMPT}", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-        body |= ASKED[number % len(ASKED)]
-        expected = expected_of(tiny_single, body)
-        moved = pair.router.metric("kvferry_router_moved_answers_total")
-        with (
-            pair.losing(lose) as lose_it,
-            pair.router.requesting("/v1/completions", body, {"X-Request-Id": "same"}) as response,
-        ):
-            found = b""
-            for _ in range(2 * drawn.randrange(1, NUM_TOKENS // 4)):
-                found += response.readline()
-            lose_it()
-            gaps.append(longest_gap(response, pieces := []))
-            found += b"".join(pieces)
-        assert normalized(found) == expected, f"seed {SEED}, loss {number}"
-        assert pair.router.metric("kvferry_router_moved_answers_total") <= moved + 1
-    assert pair.router.metric("kvferry_router_moved_answers_total") > 0
-    wait_until(lambda: is_used_up(pair))
-    print(f"\nlongest pause per answer: {sorted(round(gap * 1e3) for gap in gaps)} ms")
+    """The control: the same losses, but no cache is handed over."""
+    fleet = starter.start(["both"] * 3, "both", "--placement", "never")
+    report = lose_nodes(fleet, questions, "kill", NUM_LOSSES, counts_lost=False)
+    assert_nothing_was_lost(report)
+    assert report.num_known, "no stream went on at another node"
+    assert report.num_again > 0.8 * report.mean_prompt
 
 
-def longest_gap(response: Any, pieces: list[bytes]) -> float:
-    """Read the rest of a stream. Returns the longest time in seconds between two of its lines."""
-    longest, before = 0.0, time.monotonic()
-    while line := response.readline():
-        pieces.append(line)
-        longest, before = max(longest, time.monotonic() - before), time.monotonic()
-    return longest
+@pytest.mark.parametrize("kind", ["kill", pytest.param("freeze", marks=pytest.mark.full)])
+def test_whole_answers_are_given_again(starter: Starter, questions: list[Question], kind: Kind) -> None:
+    fleet = starter.start(["prefill", "decode", "decode", "decode"], "decode")
+    whole = [each for each in questions if not each.body.get("stream")]
+    report = lose_nodes(fleet, whole, kind, NUM_LOSSES, most_pieces=2 * NUM_CLIENTS)
+    assert_nothing_was_lost(report)
+    assert report.repeated, "no request was repeated"
+
+
+@pytest.mark.parametrize("rendezvous", ["auto", pytest.param("off", marks=pytest.mark.full)])
+def test_answers_outlive_their_prefill_node(
+    starter: Starter, questions: list[Question], rendezvous: str
+) -> None:
+    """It is killed before it has computed a prompt, during the handoff, and while its caches are used."""
+    fleet = starter.start(["prefill", "prefill", "decode", "decode"], "prefill", "--rendezvous", rendezvous)
+    decodes = [node for node in fleet.nodes if node not in fleet.mortals]
+    moments = itertools.cycle(("before", "during", "after"))
+
+    def await_moment(node: Service) -> None:
+        match next(moments):
+            case "before":
+                node.pause()
+                wait_until(lambda: fleet.states()[node.process.url]["in_flight"] > 0)
+            case "during":
+                node.pause()
+                wait_until(lambda: any(metrics_of(each.process)[LOADS] for each in decodes))
+            case "after":
+                wait_until(lambda: fleet.states()[node.process.url]["in_flight"] == 0)
+
+    report = lose_nodes(fleet, questions, "kill", NUM_LOSSES, before_end=await_moment)
+    assert_nothing_was_lost(report)
+    assert report.repeated, "no request was repeated"

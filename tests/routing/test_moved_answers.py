@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,6 +190,9 @@ class Decode:
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "continues_answers": self.identity})
 
+    async def lose(self) -> None:
+        """What happens before the connection breaks."""
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
@@ -202,6 +206,7 @@ class Decode:
                 if self.gives_up is not None:
                     await response.write(Event.of(self.gives_up).raw + b"data: [DONE]\n\n")
                     return response
+                await self.lose()
                 assert request.transport is not None
                 request.transport.abort()
                 return response
@@ -291,3 +296,106 @@ async def test_an_answer_that_cannot_go_on_ends_with_an_error(
             if found != WHOLE:
                 break
     assert found.startswith("t0 t1 the answer was lost in the middle")
+
+
+@dataclass
+class Restarted(Decode):
+    """A node that is lost after two tokens of each answer, and starts again.
+
+    Attributes:
+        before_loss: Awaited before it is lost.
+        num_checks: Health checks since it was lost: the first one finds it gone.
+    """
+
+    before_loss: Callable[[], Awaitable[None]] | None = None
+    num_checks: int = 2
+    num_losses: int = 0
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        self.num_checks += 1
+        if self.num_checks == 1:
+            return web.json_response({"status": "dead"}, status=503)
+        return await super().health(request)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await super().handle(request)
+        finally:
+            self.num_losses += 1
+            self.num_checks = 0
+
+    async def lose(self) -> None:
+        if self.before_loss is not None:
+            await self.before_loss()
+
+
+def two_that_restart(dies_after: int) -> list[Restarted]:
+    """Make two nodes, of which one is lost only after the other one is back."""
+
+    async def until_back() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while any(node.num_losses and node.num_checks < 3 for node in nodes):
+                await asyncio.sleep(0.01)
+
+    nodes = [Restarted(dies_after, before_loss=until_back) for _ in range(2)]
+    return nodes
+
+
+async def test_an_answer_goes_on_at_a_node_that_was_lost_and_is_back() -> None:
+    nodes = two_that_restart(dies_after=2)
+    async with routed([Prefill()], nodes, check_interval_s=0.02) as client:
+        assert await streamed(client) == WHOLE
+    assert sorted(len(node.asked) for node in nodes) == [1, 2]
+
+
+async def test_a_request_that_ends_each_node_is_not_asked_of_those_that_come_back() -> None:
+    nodes = two_that_restart(dies_after=0)
+    async with routed([Prefill()], nodes, check_interval_s=0.02) as client:
+        async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=GREEDY) as response:
+            assert response.status == 503
+    assert [len(node.asked) for node in nodes] == [1, 1]
+
+
+# -- whole answers -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Whole:
+    """A node that gives whole answers.
+
+    Attributes:
+        cut_at: The connection is cut after so many bytes of the body. None: it is not.
+    """
+
+    cut_at: int | None = None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        body = json.dumps({"choices": [{"index": 0, "text": WHOLE, "finish_reason": "length"}]}).encode()
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = len(body)
+        if self.cut_at != 0:
+            await response.prepare(request)
+            await response.write(body[: self.cut_at])
+        if self.cut_at is not None:
+            assert request.transport is not None
+            await asyncio.sleep(0.05)  # what was written has left
+            request.transport.abort()
+        return response
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"n": 2, "seed": 3, "logprobs": 1}], ids=str)
+@pytest.mark.parametrize("cut_at", [0, 20], ids=["before the answer", "in the middle of the answer"])
+async def test_a_whole_answer_is_given_again_from_its_beginning(cut_at: int, fields: dict[str, Any]) -> None:
+    prefill, lost, well = Prefill(), Whole(cut_at), Whole()
+    body = {"prompt": "p", "max_tokens": 6, **fields}
+    async with routed([prefill], [lost, well]) as client:
+        async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=body) as response:
+            found = await response.json()
+        page = await (await client.get("/metrics")).text()
+    assert [choice["text"] for choice in found["choices"]] == [WHOLE]
+    assert len(prefill.asked) == 2
+    # The second node chooses all tokens itself, by what the client has asked for.
+    assert well.asked == [lost.asked[0]]
+    assert "kvferry_router_moved_answers_total 0.0" in page

@@ -1,172 +1,138 @@
-"""Three `vllm serve` processes behind the router: a stream outlives its decode server, completions and chats alike."""
+"""Three `vllm serve` processes behind the router: answers outlive their decode server, completions and chats alike.
+
+KVFERRY_LOSSES is how many servers are frozen; a quarter as many are killed, because a start takes half a minute. CONNECTORS names
+the transports.
+"""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-import random
-import signal
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
-from kvferry.reference.demo.vllm_server import start_vllm
-from tests.support.client import Client, wait_until
+from kvferry.reference.demo.launcher import run_program
+from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
+from tests.support.chaos.services import Service, reserved_port
+from tests.support.losses import NUM_LOSSES, SEED, START_S, Fleet, learn, lose_nodes
 from tests.support.vllm_servers import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 30 * int(os.environ.get("KVFERRY_LOSSES", "4")))]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 60 * NUM_LOSSES)]
 
-START_S = 400.0
-#: Frozen servers. One more is killed.
-NUM_LOSSES = int(os.environ.get("KVFERRY_LOSSES", "4"))
-SEED = int(os.environ.get("KVFERRY_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
+NUM_KILLS = -(-NUM_LOSSES // 4)
 ARGUMENTS = (
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "4"),
     *("--enforce-eager", "--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "64"),
 )
+CHECKS = ("--check-interval-s", "0.3", "--check-timeout-s", "1")
 NUM_TOKENS = 250
+NUM_QUESTIONS = 10
 TEXT = "A ferry that sinks leaves its cargo to the next one. " * 3
-USAGE = {"stream_options": {"include_usage": True}}
-MOVED, LOADS = "kvferry_router_moved_answers_total", "kvferry_load_seconds_count"
+USAGE = {"stream_options": {"include_usage": True}, "stream": True}
+BODIES = (
+    {"prompt": TEXT, "stream": True},
+    {"messages": TEXT, **USAGE},
+    {"prompt": TEXT, **USAGE, "repetition_penalty": 1.1},
+    {"prompt": [65, 66, 67] * 40, "stream": True},
+    {"prompt": TEXT, "return_token_ids": True},
+)
+LOADS = "kvferry_load_seconds_count"
+
+
+class VllmService(Service):
+    """A `vllm serve` that is started again at its port."""
+
+    def __init__(self, name, model, transport, port):
+        super().__init__(name, run_program, "", (), port, Path())
+        self._model = str(model)
+        self._transfer = {**KVFERRY, "kv_connector_extra_config": {"transport": transport}}
+
+    def _launch(self, launcher, name):
+        return start_vllm(launcher, name, self._model, ARGUMENTS, self._transfer, port=self.port)
+
+
+@pytest.fixture(scope="module", params=os.environ.get("CONNECTORS", "shm").split())
+def servers(model, request):
+    """A prefill server and two decode servers."""
+    with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        found = []
+        for name in ("prefill", "decode 1", "decode 2"):
+            port = stack.enter_context(reserved_port())
+            found.append(VllmService(name, model, request.param, port))
+            found[-1].start()
+            stack.callback(found[-1].close)
+        for server in found:
+            server.wait_ready(START_S)
+        yield found
 
 
 @pytest.fixture(scope="module")
-def servers(model):
-    """The router, a server to compare with, and both decode servers."""
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
-        environment.setenv("OMP_NUM_THREADS", "1")
-        names = ("prefill", "decode 1", "decode 2")
-        prefill, *decodes = [start_vllm(launcher, name, str(model), ARGUMENTS) for name in names]
-        launcher.wait_ready([prefill, *decodes], START_S)
-        checks = ("--check-interval-s", "0.3", "--check-timeout-s", "1")
-        router = launcher.start_router("router", [prefill], decodes, *checks)
-        launcher.wait_ready([router], START_S)
-        client = Client(router)
-
-        def is_known():
-            """Whether the router knows what all servers are, so that their answers can go on elsewhere."""
-            ask(client, {"prompt": "x", "max_tokens": 2})
-            return all(node["models"] and node["kv_role"] for node in nodes_of(client))
-
-        wait_until(is_known)
-        yield client, Client(prefill), decodes
+def questions(servers):
+    """Questions with one right answer each."""
+    return list(itertools.islice(_learned(servers[0]), NUM_QUESTIONS))
 
 
-def nodes_of(router):
-    return json.loads(router.get("/nodes")[1])["nodes"]
+def _learned(server):
+    for number in itertools.count():
+        body = {"model": "model", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        body |= BODIES[number % len(BODIES)]
+        if "messages" in body:
+            body["messages"] = [{"role": "user", "content": f"{number} {TEXT}"}]
+        else:
+            asked = body["prompt"]
+            body["prompt"] = f"{number} {asked}" if isinstance(asked, str) else [number, *asked]
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        if question := learn(server.process, path, body):
+            yield question
 
 
-def busy_of(router, decodes):
-    """Return the decode server that has a request."""
-    urls = {node["url"] for node in nodes_of(router) if node["role"] == "decode" and node["in_flight"]}
-    return next((each for each in decodes if each.url in urls), None)
+@pytest.fixture
+def start_fleet(tmp_path):
+    """Start a router before the servers. `urls` are its options with their addresses."""
+    with ExitStack() as stack:
+
+        def start(servers, mortals, options, *more):
+            port = stack.enter_context(reserved_port())
+            urls = [
+                word
+                for option, server in zip(options, servers, strict=True)
+                for word in (option, server.process.url)
+            ]
+            router = Service(
+                "router", run_program, "router", (*urls, *CHECKS, *more), port, tmp_path, tmp_path
+            )
+            router.start()
+            stack.callback(router.close)
+            router.wait_ready(START_S)
+            fleet = Fleet(servers, mortals, router, tmp_path / "router (1).log")
+            fleet.await_ready()
+            return fleet
+
+        yield start
 
 
-def ask(client, body, on_event=lambda number: None):
-    """Return the text of a stream, its end, and its usage. Calls `on_event` with the number of each event."""
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    whole = {"model": "model", "temperature": 0, "max_tokens": 12, "ignore_eos": True, "stream": True, **body}
-    text, reasons, usage, heads, number = "", [], None, set(), 0
-    with client.requesting(path, whole, {"X-Request-Id": "same"}) as response:
-        assert response.status == 200, response.read()
-        while line := response.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            assert b'token_ids":[' not in line
-            heads.add((event["id"], event["object"], event["created"], event["model"]))
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-            number += 1
-            on_event(number)
-    assert len(heads) == 1
-    counts = usage and {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    return text, reasons, counts
+@pytest.mark.parametrize(("kind", "num_losses"), [("freeze", NUM_LOSSES), ("kill", NUM_KILLS)])
+def test_answers_outlive_their_decode_server(servers, questions, start_fleet, kind, num_losses):
+    fleet = start_fleet(servers, servers[1:], ("--prefill", "--decode", "--decode"))
+    report = lose_nodes(fleet, questions, kind, num_losses, counts_known=True)
+    print(f"\nseed {SEED}: {report}")
+    assert not report.problems, "\n".join(report.problems)
+    assert report.num_known, "no stream went on at another server"
+    assert all(Server(server.process).metric(LOADS) > 0 for server in servers[1:]), (
+        "prompts come from the prefill server"
+    )
+    # Of the prompt, the servers compute what is not a whole block of a prefix cache.
+    assert report.num_again < 0.5 * report.mean_prompt
 
 
-BODIES = (
-    {"prompt": TEXT},
-    {"messages": [{"role": "user", "content": TEXT}], **USAGE},
-    {"prompt": TEXT, **USAGE, "repetition_penalty": 1.1},
-    {"prompt": [65, 66, 67] * 40},
-)
-
-
-def asked(number):
-    body = dict(BODIES[number % len(BODIES)], max_tokens=NUM_TOKENS)
-    if "messages" in body:
-        return {**body, "messages": [{"role": "user", "content": f"{number} {TEXT}"}]}
-    return {
-        **body,
-        "prompt": f"{number} {TEXT}" if isinstance(body["prompt"], str) else [number, *body["prompt"]],
-    }
-
-
-def lose_at(router, decodes, at, lose):
-    """Return what loses the busy decode server at an event."""
-
-    def on_event(number):
-        if number == at and (server := busy_of(router, decodes)) is not None:
-            lose(server)
-
-    return on_event
-
-
-def test_a_stream_outlives_a_frozen_decode_server(servers):
-    router, prefill, decodes = servers
-    drawn = random.Random(SEED)
-    stopped = []
-
-    def freeze(server):
-        stopped.append(server)
-        for pid in family_of(server.pid):
-            os.kill(pid, signal.SIGSTOP)
-
-    try:
-        for number in range(NUM_LOSSES):
-            body = asked(number)
-            expected = ask(prefill, body)
-            before = router.metric(MOVED)
-            found = ask(router, body, lose_at(router, decodes, drawn.randrange(2, 120), freeze))
-            assert found == expected, f"seed {SEED}, loss {number}"
-            assert router.metric(MOVED) == before + 1
-            thaw(stopped)
-            wait_until(lambda: all(node["state"] == "ready" for node in nodes_of(router)))
-    finally:
-        thaw(stopped)
-    for server in decodes:
-        Server(server).assert_no_block_is_in_use()
-    Server(prefill.process).assert_no_block_is_in_use()
-
-
-def thaw(stopped):
-    while stopped:
-        for pid in family_of(stopped.pop().pid):
-            os.kill(pid, signal.SIGCONT)
-
-
-def family_of(pid):
-    """Return a process and its descendants."""
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        return [pid, *(each for child in children.read().split() for each in family_of(int(child)))]
-
-
-def test_a_stream_outlives_a_killed_decode_server(servers):
-    """The last test of this module: the server does not come back."""
-    router, prefill, decodes = servers
-    body = asked(77)
-    expected, before = ask(prefill, body), router.metric(MOVED)
-
-    def kill(server):
-        for pid in family_of(server.pid):
-            os.kill(pid, signal.SIGKILL)
-        decodes.remove(server)
-
-    assert ask(router, body, lose_at(router, list(decodes), 40, kill)) == expected
-    assert router.metric(MOVED) == before + 1
-    (left,) = decodes
-    assert Server(left).metric(LOADS) > 0  # it loaded the prompt from the prefill server
-    Server(left).assert_no_block_is_in_use()
+def test_without_a_prefill_server_the_prompt_is_computed_again(servers, questions, start_fleet):
+    """The control: the same losses, but no cache is handed over."""
+    fleet = start_fleet(servers, servers[1:], ["--node"] * 3, "--placement", "never")
+    report = lose_nodes(fleet, questions, "kill", NUM_KILLS, counts_known=True)
+    print(f"\nseed {SEED}: {report}")
+    assert not report.problems, "\n".join(report.problems)
+    assert report.num_known, "no stream went on at another server"
+    assert report.num_again > 0.8 * report.mean_prompt

@@ -6,12 +6,13 @@ import contextlib
 import select
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
+from tests.support.client import children_of
 
 #: Seconds from SIGTERM to a node's end: its drain, its engine's shutdown, and a reserve for busy machines.
 END_TIMEOUT_S = 30.0
@@ -50,16 +51,25 @@ class Service:
 
     Args:
         folder: The folder of its socket file, if it has one. It is renamed while the service is cut off.
+        logs: The folder for whole logs. None: only their ends are kept.
     """
 
     def __init__(
-        self, name: str, spawn: Spawn, script: str, arguments: tuple[str, ...], port: int, folder: Path
+        self,
+        name: str,
+        spawn: Spawn,
+        script: str,
+        arguments: Sequence[str],
+        port: int,
+        folder: Path,
+        logs: Path | None = None,
     ) -> None:
         self.name = name
         self.port = port
         self._spawn = spawn
         self._command = (script, *arguments, "--port", str(port))
         self._folder = folder
+        self._logs = logs
         self._life: Launcher
         self.process: LaunchedProcess
         self._num_lives = 0
@@ -67,9 +77,12 @@ class Service:
 
     def start(self) -> None:
         """Start a process. Returns at once."""
-        self._life = Launcher(self._spawn)
         self._num_lives += 1
-        self.process = self._life.start(f"{self.name} ({self._num_lives})", *self._command)
+        self._life = Launcher(self._spawn, self._logs)
+        self.process = self._launch(self._life, f"{self.name} ({self._num_lives})")
+
+    def _launch(self, launcher: Launcher, name: str) -> LaunchedProcess:
+        return launcher.start(name, *self._command)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the process is ready.
@@ -146,12 +159,12 @@ class Service:
     # -- resources -------------------------------------------------------------------------------------
 
     def holdings(self) -> Holdings:
-        """Count the resources of the process."""
-        root = Path(f"/proc/{self.process.pid}")
-        mapped = (root / "maps").read_text().splitlines()
+        """Count the resources of the process and of those that it has started."""
+        roots = [Path(f"/proc/{pid}") for pid in _family_of(self.process.pid)]
+        mapped = [line for root in roots for line in (root / "maps").read_text().splitlines()]
         return Holdings(
-            num_threads=sum(1 for _ in (root / "task").iterdir()),
-            num_descriptors=sum(1 for _ in (root / "fd").iterdir()),
+            num_threads=sum(1 for root in roots for _ in (root / "task").iterdir()),
+            num_descriptors=sum(1 for root in roots for _ in (root / "fd").iterdir()),
             num_segments=sum("/memfd:" in line for line in mapped),
         )
 
@@ -162,3 +175,7 @@ class Service:
     def _note_end(self) -> None:
         self._ended_logs.append(self._log_tail)
         self._life.close()
+
+
+def _family_of(pid: int) -> list[int]:
+    return [pid, *(each for child in children_of(pid) for each in _family_of(child))]
