@@ -142,6 +142,7 @@ class Prefixes:
         self._max_keys = max_keys
         self._nodes: dict[int, int] = {}  # key → a bit per node
         self._bits: dict[str, int] = {}  # URL → its bit
+        self._urls: dict[int, str] = {}  # and back
         self._num_bits = 0
         self._held: dict[str, _Held] = {}  # of nodes whose events are followed
         self.own_models: dict[str, frozenset[str]] = {}
@@ -194,7 +195,7 @@ class Prefixes:
 
     def forget(self, url: str) -> None:
         """Forget what a node has had, because its process has ended. Its events are followed again from the next batch on."""
-        self._bits.pop(url, None)
+        self._drop_bit(url)
         self._held.pop(url, None)
         self.own_models.pop(url, None)
 
@@ -208,7 +209,7 @@ class Prefixes:
     def apply(self, url: str, batch: Iterable[Event]) -> None:
         """Take in a batch of a node's events. From the first one on, what the node has is what its events say."""
         if url not in self._held:
-            self._bits.pop(url, None)
+            self._drop_bit(url)
             self._held[url] = _Held()
         held = self._held[url]
         late, held.late = held.late, []
@@ -232,7 +233,7 @@ class Prefixes:
         if (held := self._held.get(url)) is None:
             return
         if held.num_keys + len(held.bound) > MAX_CLEARED_KEYS:
-            self._bits.pop(url, None)
+            self._drop_bit(url)
         else:
             for keys, _ in held.blocks.values():
                 self._take_away(keys, url)
@@ -323,12 +324,18 @@ class Prefixes:
             if self._num_bits >= MAX_NODES:
                 self._nodes.clear()
                 self._bits.clear()
+                self._urls.clear()
                 self._num_bits = 0
                 for held in self._held.values():
                     held.clear()
             bit = self._bits[url] = 1 << self._num_bits
+            self._urls[bit] = url
             self._num_bits += 1
         return bit
+
+    def _drop_bit(self, url: str) -> None:
+        """Forget all keys of a node at once. Its next ones get another bit."""
+        self._urls.pop(self._bits.pop(url, 0), None)
 
     def _shrink(self) -> None:
         while len(self._nodes) > self._max_keys:
@@ -351,12 +358,15 @@ class Prefixes:
                 break
         else:
             counts[len(keys)] = held
-        return {
-            url: number / len(keys)
-            for url, bit in self._bits.items()
-            for number, bits in counts.items()
-            if bits & bit
-        }
+        found = {}
+        for number, bits in counts.items():
+            while bits:
+                bit = bits & -bits
+                bits ^= bit
+                # The bits of processes that have ended are still in the index.
+                if url := self._urls.get(bit):
+                    found[url] = number / len(keys)
+        return found
 
 
 def root_key(adapter: str, salt: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,11 +26,12 @@ BLOCK_SIZE = 16
 DEADLINE_S = 20.0
 
 
-@pytest.fixture
-def nodes(launcher: Launcher, tiny_single_arguments: tuple[str, ...]) -> list[Client]:
-    """Two nodes that publish, with small pools."""
-    arguments = (*tiny_single_arguments, "--num-blocks", str(NUM_BLOCKS), "--kv-events", "0", *LEASE)
-    started = [launcher.start_node(f"node-{number}", "both", *arguments) for number in range(2)]
+def start(launcher: Launcher, num: int, *arguments: str) -> list[Client]:
+    """Start nodes that publish."""
+    started = [
+        launcher.start_node(f"node-{number}", "both", *arguments, "--kv-events", "0", *LEASE)
+        for number in range(num)
+    ]
     launcher.wait_ready(started, START_TIMEOUT_S)
     return [Client(node) for node in started]
 
@@ -58,8 +59,10 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_the_index_is_the_nodes_prefix_cache_while_it_stores_and_removes(nodes: list[Client]) -> None:
-    node = nodes[0]
+async def test_the_index_is_the_nodes_prefix_cache_while_it_stores_and_removes(
+    launcher: Launcher, tiny_single_arguments: tuple[str, ...]
+) -> None:
+    (node,) = start(launcher, 1, *tiny_single_arguments, "--num-blocks", str(NUM_BLOCKS))
     async with following(node) as (prefixes, url):
         number = 0
         while not prefixes.followed:  # until the subscription has arrived
@@ -69,14 +72,14 @@ async def test_the_index_is_the_nodes_prefix_cache_while_it_stores_and_removes(n
         draw, num_known_texts = random.Random(3), 0
         for step in range(60):
             number = draw.randrange(4) if step > 8 else step % 4
-            prompt, text = prompt_of(number), f"{number:064d}" * 3
+            # The last block is new, so that there is an event of each request.
+            prompt, text = prompt_of(number, 11) + [step] * BLOCK_SIZE, f"{number:064d}" * 3
             known = prefixes.shares(keys_of({"prompt": prompt})).get(url, 0.0) * len(prompt)
             is_text_known = bool(prefixes.shares(keys_of({"prompt": text})))
             mark = prefixes.mark(url)
             reply = await asyncio.to_thread(node.complete, prompt, max_tokens=1)
             cached = reply.body["usage"]["prompt_tokens_details"]["cached_tokens"]
-            # A node always computes the last token.
-            assert cached == min(known, len(prompt) - BLOCK_SIZE)
+            assert cached == known
             assert not is_text_known or cached == len(prompt) - BLOCK_SIZE
             num_known_texts += is_text_known
             await until(lambda: prefixes.shares(keys_of({"prompt": prompt})) == {url: 1.0})  # noqa: B023
@@ -85,38 +88,34 @@ async def test_the_index_is_the_nodes_prefix_cache_while_it_stores_and_removes(n
         assert num_known_texts > 5
 
 
-@pytest.fixture
-def router(launcher: Launcher, nodes: list[Client]) -> Iterator[Client]:
-    words = [word for node in nodes for word in ("--node", node.process.url)]
-    router = launcher.start_router("router", [], [], *words)
-    launcher.wait_ready([router], START_TIMEOUT_S)
-    yield Client(router)
-
-
 def cached_blocks(router: Client) -> dict[str, Any]:
     return {node["url"]: node["cached_blocks"] for node in json.loads(router.get("/nodes")[1])["nodes"]}
 
 
 def test_a_request_goes_to_the_node_that_says_that_it_has_the_prompt(
-    nodes: list[Client], router: Client
+    launcher: Launcher, tiny_single_arguments: tuple[str, ...]
 ) -> None:
+    nodes = start(launcher, 2, *tiny_single_arguments, "--num-blocks", "400")
     urls = [node.process.url for node in nodes]
+    words = [word for url in urls for word in ("--node", url)]
+    launched = launcher.start_router("router", [], [], *words)
+    launcher.wait_ready([launched], START_TIMEOUT_S)
+    router, num_sent = Client(launched), iter(range(250))
 
     def all_followed() -> bool:
-        for number, node in enumerate(nodes):
-            node.complete(prompt_of(500 + number + len(seen), 1), max_tokens=1)
-        seen.append(None)
+        number = next(num_sent)
+        for node in nodes:
+            node.complete([number] * BLOCK_SIZE, max_tokens=1)
         return all(cached_blocks(router)[url] for url in urls)
 
-    seen: list[None] = []
     wait_until(all_followed)
     assert "kvferry_router_nodes_with_kv_events 2.0" in router.get("/metrics")[1].decode()
     for number in range(6):
         prompt, node = prompt_of(number, 20), nodes[number % 2]
-        before = cached_blocks(router)[node.process.url]
+        expected = cached_blocks(router)[node.process.url] + 20
         node.complete(prompt, max_tokens=1)  # the router does not see this request
-        wait_until(lambda node=node, before=before: cached_blocks(router)[node.process.url] != before)
+        wait_until(lambda node=node, expected=expected: cached_blocks(router)[node.process.url] == expected)
         reply = router.complete(prompt, max_tokens=2)
         assert reply.status == 200
-        assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] >= 19 * BLOCK_SIZE
+        assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 19 * BLOCK_SIZE
         assert reply.headers["X-KV-Placement"].startswith("local")
