@@ -28,6 +28,7 @@ from .bodies import check_body, headers_of, prompts_of
 from .exchange import Exchange
 from .fleet import Fleet, Mode
 from .handoffs import Handoffs
+from .kv_events import EventFollower, Follow
 from .membership import Role
 from .metrics import RouterMetrics
 from .models import Models
@@ -63,6 +64,7 @@ class Router:
         asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
         placement: Where prompts are computed, of nodes that compute and answer.
         limits: Which times the choice keeps if it can.
+        follow: Whose KV events are followed.
         sources: Where the router learns of nodes while it runs.
     """
 
@@ -81,6 +83,7 @@ class Router:
         asks_for_answers: bool = False,
         placement: Mode = "auto",
         limits: Limits | None = None,
+        follow: Follow = "auto",
         sources: Sequence[NodeSource] = (),
     ) -> None:
         self._prefill_pool = prefill_pool
@@ -93,11 +96,13 @@ class Router:
         self._recent = RecentRequests()
         self._spans = RecentSpans()
         self._admin_port: int | None = None
-        fleet = Fleet(placement, limits or Limits(), time.monotonic)
+        fleet = self._fleet = Fleet(placement, limits or Limits(), time.monotonic)
+        self._follower = EventFollower(fleet.prefixes, follow)
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
-            pool.on_ended = fleet.forget
+            pool.on_ended = self._process_ended
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
+        self._metrics.followed_nodes.set_function(lambda: self._follower.num_followed)
         services = self._services = Services(
             *(prefill_pool, decode_pool, self._handoffs, self._metrics, options or Options()),
             *(answer_timeout_s, decode_alone, asks_for_answers, fleet),
@@ -181,6 +186,10 @@ class Router:
         for pool in (self._prefill_pool, self._decode_pool):
             pool.close()
 
+    def _process_ended(self, url: str) -> None:
+        self._fleet.forget(url)
+        self._follower.restart(url)
+
     @property
     def _has_pair(self) -> bool:
         return self._prefill_pool.has_ready_node and self._decode_pool.has_ready_node
@@ -194,6 +203,7 @@ class Router:
                 for pool in pools:
                     await stack.enter_async_context(pool.watching(session, *self._check_times_s))
                 looking = [asyncio.create_task(source.run(self.contribute)) for source in self._sources]
+                looking.append(asyncio.create_task(self._follower.run(lambda: self._nodes)))
                 yield
                 await self._handoffs.close()
                 for task in looking:
@@ -227,7 +237,10 @@ class Router:
     def report(self) -> dict[str, Any]:
         """Return the router's view of its nodes, as `GET /nodes` shows it."""
         return {
-            "nodes": [*self._prefill_pool.report(), *self._decode_pool.report()],
+            "nodes": [
+                {**node, "cached_blocks": self._fleet.prefixes.num_blocks(node["url"])}
+                for node in (*self._prefill_pool.report(), *self._decode_pool.report())
+            ],
             "sources": [source.report() for source in self._sources],
             "prefill_policy": self._prefill_pool.policy.report(),
         }

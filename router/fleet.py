@@ -20,7 +20,7 @@ from .placement import (
     Work,
     choose,
 )
-from .prefixes import Prefixes, keys_of
+from .prefixes import Prefixes
 from .ways import size_in_tokens
 
 Mode = Literal["auto", "never", "always"]
@@ -95,6 +95,7 @@ class Progress:
 
     def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
         self._fleet, self._body = fleet, body
+        self._marks: dict[str, int] = {}  # of `Prefixes`, by the nodes that were asked
         self._prompt: tuple[NodeLoad, Work] | None = None  # that is being computed
         self._computed_at: tuple[NodeLoad, float] | None = None
         self._answer: tuple[NodeLoad, Work] | None = None  # that is being given
@@ -102,7 +103,7 @@ class Progress:
     @cached_property
     def keys(self) -> list[int]:
         """Of the prompt's pieces."""
-        return keys_of(self._body)
+        return self._fleet.prefixes.keys_of(self._body)
 
     def ask(self) -> Ask:
         """Return what the choice of nodes depends on."""
@@ -123,6 +124,7 @@ class Progress:
         if not self.is_counted:
             return
         load = self._fleet.load(url)
+        self._marks[url] = self._fleet.prefixes.mark(url)
         spare_s = self.choice.spare_s if self.choice is not None and self.choice.is_local else 0.0
         self._prompt = load, Work(self.ask().num_missing(load), self._fleet.clock(), spare_s)
         load.prompt_asked(self._prompt[1])
@@ -136,7 +138,7 @@ class Progress:
         load.prompt_ended(prompt, now, is_computed=is_computed)
         if is_computed:
             self._computed_at = load, now
-            self._fleet.prefixes.add(self.keys, load.url)
+            self._fleet.prefixes.add(self.keys, load.url, self._marks.get(load.url))
 
     def answer_began(self, url: str) -> None:
         """Note the beginning of an answer, or that a node is asked for a whole one."""
@@ -149,7 +151,9 @@ class Progress:
         if computed is not None and computed[0] is not load:
             seconds = now - computed[1] - load.step.at(len(load.answers) + 1)
             self._fleet.handover(computed[0], load).add(max(0.0, seconds), self.num_tokens)
-        self._fleet.prefixes.add(self.keys, url)
+        if computed is None or computed[0] is not load:
+            self._marks[url] = self._fleet.prefixes.mark(url)
+            self._fleet.prefixes.add(self.keys, url, self._marks[url])
         spare_s = self.choice.spare_s if self.choice is not None else 0.0
         self._answer = load, Work(0, now, spare_s)
         load.answers[self._answer[1]] = None
@@ -165,6 +169,8 @@ class Progress:
         if self._answer is not None:
             load, answer = self._answer
             del load.answers[answer]
+            if (mark := self._marks.get(load.url)) is not None:
+                self._fleet.prefixes.add_later(self.keys, load.url, mark)
             self._answer = None
 
     def ended(self) -> None:

@@ -35,6 +35,7 @@ from ..web.serving import (
 from ..web.tracing import set_up_tracing
 from .app import Router
 from .fleet import Mode
+from .kv_events import Follow
 from .membership import ROLES, DnsTarget, parse_target
 from .nodes import NodePool
 from .performance import DecodeAlone
@@ -228,6 +229,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where a prompt is computed, of nodes that are named for both: auto decides per request, by what the nodes have to do "
         "and have cached; never hands nothing over; always hands every prompt over (default: %(default)s)",
     )
+    group.add_argument(
+        "--kv-events",
+        choices=get_args(Follow),
+        default="auto",
+        help="whose KV events --placement auto follows, to know what nodes have cached: auto those of nodes on loopback, on those of all "
+        "nodes that publish, off none; they are neither encrypted nor authenticated (default: %(default)s)",
+    )
     for name, what in (("ttft", "the first token"), ("itl", "a pause between two tokens")):
         group.add_argument(
             f"--{name}-limit-ms",
@@ -262,6 +270,7 @@ def _run(options: argparse.Namespace) -> None:
         passes_keys_on=not access.keys,
         asks_for_answers=options.ask_for_answers,
         placement=options.placement,
+        follow=options.kv_events,
         limits=Limits(options.ttft_limit_ms / 1e3, options.itl_limit_ms / 1e3),
         sources=sources,
     )

@@ -141,6 +141,11 @@ class RouterMetrics:
         )
         for result in ANSWER_RESULTS:
             self.answers.labels(result)
+        self.followed_nodes = Gauge(
+            "kvferry_router_nodes_with_kv_events",
+            "Nodes whose KV events the router follows; what the others have cached is a guess from what was sent there",
+            registry=self._registry,
+        )
         self.kept_answers = Gauge(
             "kvferry_router_kept_answers",
             "Offers of answers that the router keeps for the next turn of their conversations",

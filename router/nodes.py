@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from ..connector.p2p.params import KV_EVENTS
 from ..web.errors import ApiError, bad_request
 from .beginnings import Abilities
 from .health import Prober, is_local, reason_of
@@ -95,7 +96,8 @@ class UpstreamNode:
         place: Where a decode node can claim from this one: what its connector has said of itself, or the
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
-        num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of it again.
+            self.place = self.kv_events = {}
+            self.num_ends += 1
         on_ended: Called with the URL when the node's process has ended.
         leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
     """
@@ -112,6 +114,7 @@ class UpstreamNode:
         self.load_failure_policy = ""
         self.place: Mapping[str, Any] = {}
         self.continues_answers = ""
+        self.kv_events: Mapping[str, Any] = {}
         self.kv_role = ""
         self.models: frozenset[str] = frozenset()
         self.on_ended: Callable[[str], None] = lambda url: None
@@ -220,7 +223,7 @@ class UpstreamNode:
         if NodeState.GONE in (self.state, health.state):
             # The next process at this address has another epoch. Also when the node is back, because a late answer of the
             # old process may have come meanwhile.
-            self.place = {}
+            self.place = self.kv_events = {}
             self.num_ends += 1
             self.on_ended(self.url)
         if health.state in (NodeState.READY, NodeState.OVERLOADED):
@@ -236,6 +239,8 @@ class UpstreamNode:
         if health.state is NodeState.READY:
             if health.description:
                 self.place = health.description
+                said = health.description.get(KV_EVENTS)
+                self.kv_events = said if isinstance(said, dict) else {}
             self.load_failure_policy = health.load_failure_policy
             self.continues_answers = health.continues_answers
         is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE

@@ -26,6 +26,9 @@ ends with these params. The router sends them to the node that goes on. If there
 Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked strictly, because any
 client can write them, and what is malformed is refused by its name, before anything is claimed or offered.
 
+A node that publishes the events of its prefix cache with ZeroMQ adds `"kv_events": {"port": 5557, "replay_port": 0, "topic": "",
+"models": [NAME]}` to its description; `replay_port` is 0 if it sends no batch again, and `models` are the names of its own model.
+
 In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
 it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `rendezvous_params` makes to the
 decode node. A prefill node that can do this says so in its description and in each answer, by `"rendezvous_supported": true`, and
@@ -77,6 +80,8 @@ MOVED: Final = "moved"
 STOPPED_TO_MOVE = "kvferry moved the answer: "
 #: A node's answer begins with this as its `stop_reason` if the node refused to continue after another node's first token.
 REFUSED_TO_CONTINUE = "kvferry refused to continue"
+#: Key of where a node publishes what its prefix cache stores and removes, in its description.
+KV_EVENTS = "kv_events"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
 PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
 

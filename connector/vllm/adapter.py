@@ -22,6 +22,7 @@ from .config import (
     answer_fields,
     connector_options,
     engine_config,
+    event_publisher,
     kv_cache_config,
     require_role,
     served_groups,
@@ -290,6 +291,8 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
         can_meet=has_own_address,
         can_be_early=not is_zeroed,
         answer_fields=answer_fields(vllm_config),
+        # Behind one address a router cannot know whose cache an event is about.
+        publisher=event_publisher(vllm_config) if has_own_address else {},
     )
 
 

@@ -247,6 +247,34 @@ def answer_fields(vllm_config: Any) -> dict[str, str]:
     }
 
 
+def event_publisher(vllm_config: Any) -> dict[str, Any]:
+    """Return where vLLM publishes its KV events, as a description says it; empty if a router could not connect there."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+        return {}
+    parallel = vllm_config.parallel_config
+    rank = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    port = _port_of(config.endpoint)
+    replay_port = _port_of(config.replay_endpoint or "")
+    if not port:
+        return {}
+    names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
+    return {
+        # vLLM publishes at the next ports for further ranks.
+        "port": port + rank,
+        "replay_port": replay_port and replay_port + rank,
+        "topic": config.topic,
+        "models": [names] if isinstance(names, str) else list(names),
+    }
+
+
+def _port_of(endpoint: str) -> int:
+    """Return the port at which vLLM listens for an endpoint; 0 if it listens at none, or at one that it draws."""
+    is_listening = endpoint.startswith("tcp://") and ("*" in endpoint or "::" in endpoint)
+    port = endpoint.rpartition(":")[2]
+    return int(port) if is_listening and port.isdecimal() else 0
+
+
 def state_fields(config: Any) -> dict[str, str]:
     """Return what must be equal on a peer for recurrent states, which are handed over as opaque bytes; empty without states.
 

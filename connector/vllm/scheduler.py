@@ -16,6 +16,7 @@ from ..output import KVConnectorOutput
 from ..p2p.params import (
     IDENTITY,
     IDENTITY_FIELDS,
+    KV_EVENTS,
     MOVED,
     REFUSED_TO_CONTINUE,
     RENDEZVOUS_SUPPORTED,
@@ -213,6 +214,7 @@ class SchedulerSide:
         can_be_early: Whether a prompt may be offered while it is computed. If vLLM zeroes blocks before it uses them, its
             second model runner zeroes those of a preempted request before we can end the request's open offer.
         answer_fields: What decides this node's answers, besides the fields of its worker halves.
+        publisher: Where vLLM publishes its KV events; empty if it does not.
     """
 
     def __init__(
@@ -225,7 +227,9 @@ class SchedulerSide:
         can_meet: bool = True,
         can_be_early: bool = True,
         answer_fields: Mapping[str, str] = NO_FIELDS,
+        publisher: Mapping[str, Any] = NO_FIELDS,
     ) -> None:
+        self._publisher = publisher
         self._can_meet = can_meet
         self._can_be_early = can_be_early
         self._answer_fields = answer_fields
@@ -452,6 +456,8 @@ class SchedulerSide:
         is_description = "kv_role" in params
         if is_description:
             params[IDENTITY_FIELDS] = {**self._fields, **self._answer_fields}
+            if self._publisher:
+                params[KV_EVENTS] = self._publisher
         # The first token of an adapter's answer is the adapter's, and two nodes may have two adapters of one name.
         if (identity := self.identity) and (is_description or request.lora_request is None):
             params[IDENTITY] = identity

@@ -15,6 +15,7 @@ from ...connector.factory import KVConnectorFactory
 from ...connector.kv_cache_specs import KVCacheConfig
 from ...connector.p2p.worker import new_epoch
 from ...runner_mixin.kv_cache import (
+    CacheEvents,
     KVCacheManager,
     get_request_block_hasher,
     init_none_hash,
@@ -28,6 +29,7 @@ from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
 from .parallel.stages import require_stages
+from .publisher import EventPublisher
 from .recurrent import recurrent_layers
 from .request import BlockHasher
 from .scheduler import Scheduler
@@ -43,6 +45,7 @@ class Parts:
         config: The configuration derived from the settings.
         connector_name: Class of the connector; empty if there is none.
         connector_description: What the connector says of this start of the node.
+        events: Those of the prefix cache, for the publisher; None without one.
         resources: Closing it shuts the connector down, and stops the executor's processes.
     """
 
@@ -55,6 +58,8 @@ class Parts:
     hasher: BlockHasher
     connector_name: str
     connector_description: Mapping[str, Any]
+    events: CacheEvents | None
+    publisher: EventPublisher | None
     resources: ExitStack
 
 
@@ -86,16 +91,22 @@ def assemble(settings: EngineSettings) -> Parts:
         manager = KVCacheManager(
             pool, config.model.max_model_len, enable_prefix_caching=settings.enable_prefix_caching
         )
+        events = publisher = None
+        if settings.kv_events_endpoint:
+            events, publisher = CacheEvents(manager), EventPublisher(settings.kv_events_endpoint)
+            resources.callback(publisher.close)
         return Parts(
             model=model,
             config=config,
             kv_cache_config=pool,
             manager=manager,
-            scheduler=Scheduler(config, manager, connector),
+            scheduler=Scheduler(config, manager, connector, events),
             executor=executor,
             hasher=get_request_block_hasher(settings.block_size, sha256),
             connector_name="" if connector is None else type(connector).__name__,
             connector_description={} if connector is None else connector.describe(),
+            events=events,
+            publisher=publisher,
             resources=resources.pop_all(),
         )
 

@@ -248,6 +248,12 @@ class EngineCore:
             outcome = self.parts.scheduler.update(plan, result)
         return plan.total_num_scheduled_tokens, self._outputs(outcome)
 
+    def publish_events(self) -> None:
+        """Publish what the prefix cache has stored and removed since the last call, if the settings say so."""
+        events, publisher = self.parts.events, self.parts.publisher
+        if events is not None and publisher is not None and (batch := events.take()):
+            publisher.publish(batch)
+
     def _step_failed(self, plan: StepPlan, failure: StepFailedError) -> StepOutcome:
         logger.error(
             "a step of %d requests failed: %s", len(plan.scheduled_requests), failure, exc_info=failure

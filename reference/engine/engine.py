@@ -142,6 +142,12 @@ class Engine:
         return self._started().parts.connector_description
 
     @property
+    def kv_events_port(self) -> int:
+        """Where the engine publishes what its prefix cache stores and removes; 0 if it does not."""
+        publisher = self._started().parts.publisher
+        return publisher.port if publisher else 0
+
+    @property
     def samples_after_whole_prompt(self) -> bool:
         """Whether a prefill's token is the answer's first one. With recurrent layers it leaves out the prompt's last token."""
         return not self._started().parts.config.model.recurrent_layers
@@ -277,6 +283,7 @@ class Engine:
                 core.check()
             num_tokens, outputs = core.step() if core.has_work else (0, [])
             self._stats = core.stats()
+            core.publish_events()
             self._deliver(outputs)
             if num_tokens:
                 pause_s = 0.0

@@ -24,6 +24,7 @@ from ...connector.base import SchedulerHalf
 from ...connector.config import EngineConfig
 from ...connector.errors import ConnectorError
 from ...connector.output import KVConnectorOutput
+from ...runner_mixin.kv_cache.events import CacheEvents
 from ...runner_mixin.kv_cache.kv_cache_manager import KVCacheManager
 from ...runner_mixin.outputs import ModelRunnerOutput
 from .errors import RequestFailedError, StepFailedError, reason_of
@@ -45,11 +46,17 @@ class Scheduler:
 
     Args:
         connector: The scheduler half of the node's connector, if it has one.
+        events: Notes what the manager caches; None: nothing does.
     """
 
     def __init__(
-        self, config: EngineConfig, manager: KVCacheManager, connector: SchedulerHalf | None
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        connector: SchedulerHalf | None,
+        events: CacheEvents | None = None,
     ) -> None:
+        self._events = events
         self._limits = config.scheduler
         self._fails_on_load_error = (
             config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail"
@@ -344,7 +351,7 @@ class Scheduler:
                 continue  # it was computed from blocks without valid contents
             request.num_computed_tokens += item.num_scheduled_tokens
             # Not guarded: if the block manager raises, blocks may be lost or in use twice, and the engine must end.
-            self._manager.cache_blocks(request, request.num_computed_tokens)
+            self._cache_blocks(request)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, math.inf):
                 del self._suspects[request.request_id]
             request.top_logits = request.top_logits or result.top_logits.get(request.request_id, ())
@@ -440,9 +447,14 @@ class Scheduler:
             self._end_failed_load(request, why, valid_tokens, outcome)
         return self._cut_running(report, valid_tokens, outcome)
 
+    def _cache_blocks(self, request: Request) -> None:
+        self._manager.cache_blocks(request, request.num_computed_tokens)
+        if self._events is not None:
+            self._events.note(request)
+
     def _end_load(self, request: Request) -> None:
         request.num_computed_tokens += request.figures.num_loaded_tokens
-        self._manager.cache_blocks(request, request.num_computed_tokens)
+        self._cache_blocks(request)
         # The next token needs the logits of the last known one, so compute that one here even if it was loaded.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._make_ready(request)

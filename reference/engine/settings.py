@@ -40,6 +40,8 @@ class EngineSettings:
         pipeline_parallel_size: Stages that share the layers, each with `tensor_parallel_size` worker processes. If both are
             1, the model runs in this process.
         lora_modules: Name → folder of each LoRA adapter that requests can choose.
+        kv_events_endpoint: `tcp://HOST:PORT` at which to publish what the prefix cache stores and removes; port 0 for a free one,
+            empty to publish nothing.
         kv_transfer: The connector and its options; None on a node that transfers nothing.
 
     Raises:
@@ -64,6 +66,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     lora_modules: Mapping[str, str] = field(default_factory=dict)
+    kv_events_endpoint: str = ""
     kv_transfer: KVTransferConfig | None = None
 
     def __post_init__(self) -> None:

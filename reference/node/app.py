@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 
 from ...connector.errors import ConnectorError
-from ...connector.p2p.params import CONTINUES, MOVE
+from ...connector.p2p.params import CONTINUES, KV_EVENTS, MOVE
 from ...connector.stats import KVConnectorStats
 from ...web.access import HAS_KEY
 from ...web.admin import admin_application
@@ -178,8 +178,14 @@ class NodeServer:
         told = self._what_it_is() if is_up else {}
         if is_up and request.get(HAS_KEY, False):
             # Where a decode node can reach this one: a router names both in the first request, for which it needs a key.
-            told["kv_transfer_params"] = self._engine.connector_description
+            told["kv_transfer_params"] = {**self._engine.connector_description, **self._publisher()}
         return self._described(status, error, status == "ok", **told)
+
+    def _publisher(self) -> dict[str, Any]:
+        """Say where a router can follow what the prefix cache stores and removes."""
+        if not (port := self._engine.kv_events_port):
+            return {}
+        return {KV_EVENTS: {"port": port, "models": [self._engine.model_name]}}
 
     def _what_it_is(self) -> dict[str, Any]:
         """Say which requests fit: a router refuses a node that cannot do what it was named for."""

@@ -212,6 +212,15 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="TEXT",
         help="seed of the block hashes (default: a random one per process)",
     )
+    group.add_argument(
+        "--kv-events",
+        type=_endpoint,
+        default="",
+        metavar="[HOST:]PORT",
+        help="publish what the prefix cache stores and removes there, in the format of vLLM's KV events; PORT 0 takes a free one, and "
+        "routers learn it from /ready. The token ids of all prompts are readable there by anyone who can connect; HOST is "
+        "127.0.0.1 unless given (default: nothing is published)",
+    )
 
 
 def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
@@ -223,6 +232,13 @@ def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="most requests per step (default: %(default)s)",
     )
+
+
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT")
+    return f"tcp://{host or '127.0.0.1'}:{port}"
 
 
 def _named_path(text: str) -> tuple[str, str]:
@@ -252,6 +268,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         lora_modules=dict(options.lora_modules),
+        kv_events_endpoint=options.kv_events,
         kv_transfer=kv_transfer,
     )
 

@@ -31,6 +31,7 @@ from .cache_config import (
     get_max_concurrency_for_kv_cache_config,
     unify_kv_cache_configs,
 )
+from .events import CacheEvents
 from .free_queue import (
     FreeKVCacheBlockQueue,
     KVCacheBlock,
@@ -75,6 +76,7 @@ __all__ = [
     "BlockHash",
     "BlockHashWithGroupId",
     "BlockPool",
+    "CacheEvents",
     "ChunkedLocalAttentionManager",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",

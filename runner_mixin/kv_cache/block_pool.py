@@ -33,6 +33,8 @@ class BlockPool:
         self.null_block.is_null = True
         self._free = FreeKVCacheBlockQueue(self.blocks[1:])
         self._cached: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        #: What entered the prefix cache (True) and left it, in this order. None: it is not recorded.
+        self.changes: list[tuple[bool, BlockHashWithGroupId]] | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -165,6 +167,8 @@ class BlockPool:
             if key not in self._cached:
                 self._cached[key] = block
                 block.block_hash = key
+                if self.changes is not None:
+                    self.changes.append((True, key))
 
     def get_cached_block(self, block_hash: BlockHash, group_ids: Iterable[int]) -> list[KVCacheBlock] | None:
         """Return the blocks with these contents, one per group, or None if a group has none. Adds no holder."""
@@ -198,6 +202,8 @@ class BlockPool:
     def _forget(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             del self._cached[block.block_hash]
+            if self.changes is not None:
+                self.changes.append((False, block.block_hash))
             block.block_hash = None
 
     # -- checking ------------------------------------------------------------------------------------

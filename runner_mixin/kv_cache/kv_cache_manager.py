@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ...connector.kv_cache_specs import KVCacheConfig, MambaSpec
 from ...transports.errors import ConfigurationError, KVTransferStateError
-from .block_hash import BlockHash
+from .block_hash import BlockHash, BlockHashWithGroupId
 from .block_pool import BlockPool
 from .free_queue import KVCacheBlock
 from .group_managers import GroupManager, IsUsable, make_group_manager
@@ -252,6 +252,11 @@ class KVCacheManager:
                 group.truncate(request_id, group.num_blocks_for(num_blocks * self.block_size))
             cut[request_id] = num_blocks * self.block_size
         return cut
+
+    def record_changes(self) -> list[tuple[bool, BlockHashWithGroupId]]:
+        """Record from now on what enters the prefix cache (True) and leaves it. The caller empties the list that this returns."""
+        self._pool.changes = []
+        return self._pool.changes
 
     # -- the whole pool ------------------------------------------------------------------------------
 
