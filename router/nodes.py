@@ -96,8 +96,8 @@ class UpstreamNode:
         place: Where a decode node can claim from this one: what its connector has said of itself, or the
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
         continues_answers: As the node reported last; see `Health`.
-            self.place = self.kv_events = {}
-            self.num_ends += 1
+        num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of it again.
+        kv_events: Where the node publishes what its prefix cache stores and removes, in its own words. Empty if it does not.
         on_ended: Called with the URL when the node's process has ended.
         leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
     """

@@ -423,7 +423,7 @@ class SchedulerSide:
             KVConnectorOutput(
                 finished_sending=set(output.finished_sending or ()),
                 finished_recving=set(output.finished_recving or ()),
-                invalid_block_ids=set(output.invalid_block_ids or ()),
+                invalid_block_ids=set(getattr(output, "invalid_block_ids", None) or ()),
                 load_errors=dict.fromkeys(getattr(output, "failed_recving", None) or (), ""),
             )
         )

@@ -819,7 +819,7 @@ class TestContent:
         assert side.get_num_new_matched_tokens(request, 0) == (40, True)
         side.update_state_after_alloc(request, TestSharedOffers.BLOCKS, 40)
         step = side.build_connector_meta()
-        assert step.orders.is_empty()
+        assert step.orders == HandoffMetadata(counts={"offered_requests_total/refused": 1})
         assert "--enable-prefix-caching" in step.refused["r"].reason
 
 
