@@ -235,6 +235,8 @@ def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _endpoint(text: str) -> str:
+    if not text:
+        return ""  # the default
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT")

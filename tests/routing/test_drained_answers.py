@@ -261,7 +261,7 @@ def test_a_server_of_vllm_says_in_its_stop_reason_what_it_offers() -> None:
         vllm_event("a", [7], finish_reason="stop", stop_reason="moved"),
         Event(b"data: [DONE]\n\n"),
     ],
-    ids=str,
+    ids=range(5),
 )
 def test_other_events_say_nothing_of_a_stop(event: Event) -> None:
     assert stop_of(event) is None

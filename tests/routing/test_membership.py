@@ -318,6 +318,7 @@ async def test_the_routers_view_of_a_node_shows_its_probe_and_version() -> None:
                 "version",
                 "last_probe",
                 "sources",
+                "cached_blocks",
             )
         }
         assert (node["role"], node["why"], node["version"]) == ("decode", "", "1.2.3")
