@@ -242,6 +242,8 @@ class Load:
                 time.sleep(RETRY_S)
             if outcome.problem:
                 port = next(ports)
+                # The port of a process that is killed may be open for a moment longer than its connections.
+                time.sleep(RETRY_S)
             with self._changed:
                 self.outcomes[number] = outcome
                 self._changed.notify_all()
