@@ -38,7 +38,10 @@ PROMPT = "A ferry that sinks leaves its cargo to the next one, which goes on fro
 NUM_TOKENS = 120
 NUM_QUESTIONS = 14
 LOADS = "kvferry_live_loads"
-CHECKS = ("--check-interval-s", "0.2", "--check-timeout-s", "0.6")
+#: A killed node is found gone at once, and one that is only slow must not be.
+CHECKS = ("--check-interval-s", "0.2", "--check-timeout-s", "10")
+#: For nodes that are frozen.
+IMPATIENT = ("--check-timeout-s", "0.6")
 #: What a stream may ask for, and be continued; and what a whole answer may ask for, which is given again.
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "return_token_ids": True, "stream": True},
@@ -118,7 +121,8 @@ def assert_nothing_was_lost(report: Report) -> None:
 @pytest.mark.every_transport
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_answers_outlive_their_decode_node(starter: Starter, questions: list[Question], kind: Kind) -> None:
-    fleet = starter.start(["prefill", "decode", "decode", "decode"], "decode")
+    options = IMPATIENT if kind == "freeze" else ()
+    fleet = starter.start(["prefill", "decode", "decode", "decode"], "decode", *options)
     report = lose_nodes(fleet, questions, kind, NUM_LOSSES)
     assert_nothing_was_lost(report)
     assert report.num_known, "no stream went on at another node"
@@ -139,7 +143,8 @@ def test_without_a_prefill_node_the_prompt_is_computed_again(
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("freeze", marks=pytest.mark.full)])
 def test_whole_answers_are_given_again(starter: Starter, questions: list[Question], kind: Kind) -> None:
-    fleet = starter.start(["prefill", "decode", "decode", "decode"], "decode")
+    options = IMPATIENT if kind == "freeze" else ()
+    fleet = starter.start(["prefill", "decode", "decode", "decode"], "decode", *options)
     whole = [each for each in questions if not each.body.get("stream")]
     report = lose_nodes(fleet, whole, kind, NUM_LOSSES, most_pieces=2 * NUM_CLIENTS)
     assert_nothing_was_lost(report)
