@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import time
@@ -14,7 +15,7 @@ from kvferry.reference.demo.launcher import Launcher, free_port
 from kvferry.reference.demo.vllm_server import start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.vllm_servers import Server
-from tests.vllm.test_moved_answers import ARGUMENTS, START_S, ask, asked, busy_of, lose_at, nodes_of
+from tests.vllm.test_moved_answers import ARGUMENTS, START_S
 
 NUM_MOVES = int(os.environ.get("KVFERRY_MOVES", "12"))
 SEED = int(os.environ.get("KVFERRY_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
@@ -22,6 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 30 * NUM_MOVES)]
 
 STOPPED, LOST = "kvferry_router_stopped_answers_total", "kvferry_router_moved_answers_total"
 TOKENS = "vllm:prompt_tokens_by_source_total"
+NUM_TOKENS = 250
+TEXT = "A ferry that sinks leaves its cargo to the next one. " * 3
+USAGE = {"stream_options": {"include_usage": True}}
+MOVED, LOADS = "kvferry_router_moved_answers_total", "kvferry_load_seconds_count"
 
 
 #: The tokens of letters, each of which is a whole character. If the text of a part of one is held back, the next server computes more.
@@ -119,3 +124,66 @@ def tokens_of(server):
     """Return how many tokens of prompts a server has computed and loaded; for it, the answer so far is part of the prompt."""
     sources = ("local_compute", "external_kv_transfer")
     return tuple(int(Server(server).metric(TOKENS, source=source)) for source in sources)
+
+
+def nodes_of(router):
+    return json.loads(router.get("/nodes")[1])["nodes"]
+
+
+def busy_of(router, decodes):
+    """Return the decode server that has a request."""
+    urls = {node["url"] for node in nodes_of(router) if node["role"] == "decode" and node["in_flight"]}
+    return next((each for each in decodes if each.url in urls), None)
+
+
+def ask(client, body, on_event=lambda number: None):
+    """Return the text of a stream, its end, and its usage. Calls `on_event` with the number of each event."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    whole = {"model": "model", "temperature": 0, "max_tokens": 12, "ignore_eos": True, "stream": True, **body}
+    text, reasons, usage, heads, number = "", [], None, set(), 0
+    with client.requesting(path, whole, {"X-Request-Id": "same"}) as response:
+        assert response.status == 200, response.read()
+        while line := response.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            assert b'token_ids":[' not in line
+            heads.add((event["id"], event["object"], event["created"], event["model"]))
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+            number += 1
+            on_event(number)
+    assert len(heads) == 1
+    counts = usage and {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return text, reasons, counts
+
+
+BODIES = (
+    {"prompt": TEXT},
+    {"messages": [{"role": "user", "content": TEXT}], **USAGE},
+    {"prompt": TEXT, **USAGE, "repetition_penalty": 1.1},
+    {"prompt": [65, 66, 67] * 40},
+)
+
+
+def asked(number):
+    body = dict(BODIES[number % len(BODIES)], max_tokens=NUM_TOKENS)
+    if "messages" in body:
+        return {**body, "messages": [{"role": "user", "content": f"{number} {TEXT}"}]}
+    return {
+        **body,
+        "prompt": f"{number} {TEXT}" if isinstance(body["prompt"], str) else [number, *body["prompt"]],
+    }
+
+
+def lose_at(router, decodes, at, lose):
+    """Return what loses the busy decode server at an event."""
+
+    def on_event(number):
+        if number == at and (server := busy_of(router, decodes)) is not None:
+            lose(server)
+
+    return on_event
