@@ -68,10 +68,11 @@ class Fleet:
         progress.is_counted = not set(prefills).isdisjoint(decodes)
         if not progress.is_counted:
             return None
+        first = [self.load(url) for url in prefills]
         choice = choose(
             progress.ask(),
-            [self.load(url) for url in prefills],
-            [self.load(url) for url in decodes],
+            first,
+            first if decodes == prefills else [self.load(url) for url in decodes],
             self.handover,
             self.limits,
             self.clock(),
@@ -99,6 +100,7 @@ class Progress:
         self._prompt: tuple[NodeLoad, Work] | None = None  # that is being computed
         self._computed_at: tuple[NodeLoad, float] | None = None
         self._answer: tuple[NodeLoad, Work] | None = None  # that is being given
+        self._coming: tuple[NodeLoad, Work] | None = None  # the answer that will be given after a handover
 
     @cached_property
     def keys(self) -> list[int]:
@@ -123,14 +125,19 @@ class Progress:
         self.prompt_ended(is_computed=False)
         if not self.is_counted:
             return
-        load = self._fleet.load(url)
+        load, now, choice = self._fleet.load(url), self._fleet.clock(), self.choice
         self._marks[url] = self._fleet.prefixes.mark(url)
-        spare_s = self.choice.spare_s if self.choice is not None and self.choice.is_local else 0.0
-        self._prompt = load, Work(self.ask().num_missing(load), self._fleet.clock(), spare_s)
+        spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
+        self._prompt = load, Work(self.ask().num_missing(load), now, spare_s)
         load.prompt_asked(self._prompt[1])
+        if choice is not None and choice.prefill is load and not choice.is_local:
+            self._coming = choice.decode, Work(0, now + choice.ttft_s, choice.spare_s)
+            choice.decode.coming[self._coming[1]] = None
 
     def prompt_ended(self, *, is_computed: bool) -> None:
         """Note that the prompt is computed, or given up."""
+        if not is_computed:
+            self._forget_coming()
         if self._prompt is None:
             return
         (load, prompt), self._prompt = self._prompt, None
@@ -143,6 +150,7 @@ class Progress:
     def answer_began(self, url: str) -> None:
         """Note the beginning of an answer, or that a node is asked for a whole one."""
         self.answer_ended()
+        self._forget_coming()
         if not self.is_counted:
             return
         load, now = self._fleet.load(url), self._fleet.clock()
@@ -172,6 +180,12 @@ class Progress:
             if (mark := self._marks.get(load.url)) is not None:
                 self._fleet.prefixes.add_later(self.keys, load.url, mark)
             self._answer = None
+
+    def _forget_coming(self) -> None:
+        if self._coming is not None:
+            load, answer = self._coming
+            del load.coming[answer]
+            self._coming = None
 
     def ended(self) -> None:
         """Take all of the request out of the loads."""

@@ -9,10 +9,11 @@ node is shut out for ever by what it has once shown; and a decision takes two pa
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import NamedTuple
 
 #: What a first request is estimated with, before anything was seen: a small model on one core. Equal for all nodes, so only the
 #: work that they have decides. A few requests outweigh it. Points of a line over the tokens of a prompt, and over the answers of
@@ -35,8 +36,8 @@ MIN_S, MAX_S = 1e-7, 600.0
 PATIENCE = 3.0
 #: Estimates are uncertain: up to this share of a limit it is surely kept, and beyond that share surely missed.
 SURELY_KEPT, SURELY_MISSED = 0.7, 1.1
-#: Missed limits that a request's whole allowance of time weighs as much as, and that a handover must save at least.
-WEIGHT_OF_TIME, WEIGHT_OF_HANDOVER = 0.1, 0.02
+#: Missed limits that a request's whole allowance of time weighs as much as.
+WEIGHT_OF_TIME = 0.2
 #: No way is taken that costs so many times as much time as the one with the least, whichever limits it keeps.
 MAX_TIMES = 3.0
 #: Seconds after which a prompt that a node was sent hardly tells how many more it will be sent.
@@ -137,6 +138,7 @@ class NodeLoad:
     Attributes:
         prompts: In the order in which it computes them.
         answers: Those that it is giving.
+        coming: Those that it will give when another node has computed their prompts; `at` is when that probably is.
         prompt: Seconds per prompt, by the number of tokens that are computed.
         step: Seconds per token of an answer while no prompt is computed there, by the number of answers.
         queue_s: Until it has computed the prompts that it has.
@@ -145,6 +147,7 @@ class NodeLoad:
     url: str
     prompts: dict[Work, None] = field(default_factory=dict)
     answers: dict[Work, None] = field(default_factory=dict)
+    coming: dict[Work, None] = field(default_factory=dict)
     prompt: Line = field(default_factory=lambda: Line(SECONDS_PER_PROMPT, GUESSED_PROMPTS))
     step: Line = field(default_factory=lambda: Line(SECONDS_PER_STEP, GUESSED_STEPS))
     queue_s: float = 0.0
@@ -164,6 +167,14 @@ class NodeLoad:
         self._recent = self._recent * fading + 1
         self._recent_s = self._recent_s * fading + self.prompt.at(prompt.num_tokens)
         self._recent_at = prompt.at
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until it has computed the prompts that it has, of which it has computed the first for a while."""
+        first = next(iter(self.prompts), None)
+        if first is None:
+            return 0.0
+        computed_s = max(0.0, now - max(first.at, self._done_at))
+        return self.queue_s - min(computed_s, self.prompt.at(first.num_tokens))
 
     def to_come(self, now: float) -> tuple[float, float]:
         """Return how many prompts per second it was sent lately, and how long one takes on average."""
@@ -194,17 +205,24 @@ class NodeLoad:
         if not self.prompts:
             self.step.add(len(self.answers), seconds / num_tokens)
 
-    def num_delayed(self, seconds: float) -> float:
+    def num_delayed(self, seconds: float, now: float) -> float:
         """Return how many answers would become late if a prompt that takes so long came after those that it has."""
         num, behind_s = 0.0, 0.0
         for prompt in reversed(self.prompts):
             num += _made_late(prompt, behind_s, seconds)
             behind_s += self.prompt.at(prompt.num_tokens)
-        return num + sum(_made_late(answer, behind_s, seconds) for answer in self.answers)
+        wait_s = self.wait_s(now)
+        num += sum(_made_late(answer, wait_s, seconds) for answer in self.answers)
+        for answer in self.coming:
+            before_s = now + wait_s - answer.at
+            if before_s + seconds > 0:
+                num += _made_late(answer, max(0.0, before_s), min(seconds, before_s + seconds))
+        return num
 
 
 def _made_late(work: Work, before_s: float, seconds: float) -> float:
-    if work.spare_s <= 0:
+    # Most have time to spare, and there are many.
+    if work.spare_s <= 0 or before_s + seconds <= SURELY_KEPT * work.spare_s:
         return 0.0
     return chance_to_miss(before_s + seconds, work.spare_s) - chance_to_miss(before_s, work.spare_s)
 
@@ -251,6 +269,11 @@ class Ask:
     num_answer_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
     is_stream: bool = True
+
+    @property
+    def num_steps(self) -> float:
+        """Tokens of the answer, if it is as long as it may be."""
+        return self.num_answer_tokens or ANSWER_TOKENS
 
     def num_missing(self, node: NodeLoad) -> int:
         """Tokens of the prompt that a node would compute. The last one always is."""
@@ -314,25 +337,28 @@ def choose(
         None if there is no such pair.
     """
     glances = {node: _glance(ask, node) for node in {*prefills, *decodes}}
-    choices: list[Choice] = []
+    pairs: list[tuple[NodeLoad, NodeLoad]] = []
     if may_be_local:
         able = set(prefills)
         own = [node for node in decodes if node in able]
         candidates = _least(own, [sum(glances[node]) for node in own])
         # A request that is late anywhere is best added to the longest queue: no other one becomes late for it.
-        candidates |= dict.fromkeys(heapq.nlargest(1, own, key=lambda node: node.queue_s))
-        choices += [_rated(ask, node, node, 0.0, limits, now) for node in candidates]
+        if own:
+            candidates[max(own, key=attrgetter("queue_s"))] = None
+        pairs += [(node, node) for node in candidates]
     if may_hand_over:
         # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
         firsts = _least(prefills, [glances[node][0] for node in prefills])
         seconds = _least(decodes, [glances[node][1] + node.queue_s for node in decodes])
-        for prefill in firsts:
-            for decode in seconds:
-                if decode is not prefill:
-                    handover_s = HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
-                    choices.append(_rated(ask, prefill, decode, handover_s, limits, now))
-    if not choices:
+        pairs += [(first, second) for first in firsts for second in seconds if first is not second]
+    if not pairs:
         return None
+    limits = Limits(
+        limits.ttft_s or PATIENCE * min(prefill.prompt.at(ask.num_tokens) for prefill, _ in pairs),
+        limits.itl_s or PATIENCE * min(decode.step.at(1) for _, decode in pairs),
+    )
+    prompts = {prefill: _prompt_at(ask, prefill, now) for prefill, _ in pairs}
+    choices = [_rated(ask, prompts[prefill], decode, handover, limits, now) for prefill, decode in pairs]
     highest_s = MAX_TIMES * min(each.total_s for each in choices)
     chosen = min((each for each in choices if each.total_s <= highest_s), key=lambda each: each.score)
     others = (each.total_s for each in choices if each.is_local is not chosen.is_local)
@@ -341,53 +367,81 @@ def choose(
 
 def _least(nodes: Sequence[NodeLoad], seconds: Sequence[float]) -> dict[NodeLoad, None]:
     """Return the nodes with the least seconds, the least first; of equal ones, those that come first."""
-    places = heapq.nsmallest(NUM_COMPARED, zip(seconds, range(len(nodes)), strict=True))
-    return {nodes[place]: None for _, place in places}
+    places = sorted(range(len(nodes)), key=seconds.__getitem__)
+    return {nodes[place]: None for place in places[:NUM_COMPARED]}
 
 
 def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
     """Return what the prompt would take and add if this node computed it, and what the answer would if it gave it."""
-    num_answers, prompt = len(node.answers), node.prompt
-    prompt_s = prompt.start + prompt.slope * ask.num_missing(node)
+    num_answers, prompt, step = len(node.answers), node.prompt, node.step
+    num_missing = ask.num_tokens - ask.cached.get(node.url, 0)
+    prompt_s = prompt.start + prompt.slope * num_missing
+    steps_s = step.start + step.slope * (2 * num_answers + 1)
     # Each answer of the node pauses while it computes.
-    return node.queue_s + prompt_s * (1 + num_answers), _steps_s(ask, node)
+    return node.queue_s + prompt_s * (1 + num_answers), ask.num_steps * steps_s
 
 
 def _steps_s(ask: Ask, node: NodeLoad) -> float:
     """What the steps of an answer take, and what it adds to those of the node's other answers."""
     num_answers, step = len(node.answers), node.step
-    return (ask.num_answer_tokens or ANSWER_TOKENS) * (step.at(num_answers + 1) + num_answers * step.slope)
+    return ask.num_steps * (step.at(num_answers + 1) + num_answers * step.slope)
+
+
+class _Prompt(NamedTuple):
+    """What computing a prompt at a node means.
+
+    Attributes:
+        wait_s: Until it begins.
+        seconds: It takes.
+        num_delayed: Other requests that become late.
+    """
+
+    node: NodeLoad
+    wait_s: float
+    seconds: float
+    num_delayed: float
+
+
+def _prompt_at(ask: Ask, node: NodeLoad, now: float) -> _Prompt:
+    seconds = node.prompt.at(ask.num_missing(node))
+    return _Prompt(node, node.wait_s(now), seconds, node.num_delayed(seconds, now))
 
 
 def _rated(
-    ask: Ask, prefill: NodeLoad, decode: NodeLoad, handover_s: float, limits: Limits, now: float
+    ask: Ask,
+    prompt: _Prompt,
+    decode: NodeLoad,
+    handover: Callable[[NodeLoad, NodeLoad], Rate],
+    limits: Limits,
+    now: float,
 ) -> Choice:
-    prompt_s, step_s = prefill.prompt.at(ask.num_missing(prefill)), decode.step.at(len(decode.answers) + 1)
+    prefill, wait_s, prompt_s, num_delayed = prompt
+    step_s = decode.step.at(len(decode.answers) + 1)
     is_local = prefill is decode
+    handover_s = 0.0 if is_local else HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
     # Computing a prompt gives the first token. After a handover, the decode node takes a step for it.
-    ttft_s = prefill.queue_s + prompt_s + (0.0 if is_local else handover_s + step_s)
+    ttft_s = wait_s + prompt_s + handover_s + (0.0 if is_local else step_s)
     # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts of its own node.
     others_s = len(prefill.answers) * prompt_s
-    pause_s = 0.0 if is_local else max(0.0, decode.queue_s - ttft_s)
-    num_steps = ask.num_answer_tokens or ANSWER_TOKENS
-    ttft_limit_s = limits.ttft_s or PATIENCE * prefill.prompt.at(ask.num_tokens)
-    itl_limit_s = limits.itl_s or PATIENCE * decode.step.at(1)
+    pause_s = 0.0 if is_local else max(0.0, decode.wait_s(now) - ttft_s)
+    num_steps = ask.num_steps
+    ttft_limit_s, itl_limit_s = limits.ttft_s, limits.itl_s
     late = chance_to_miss(ttft_s, ttft_limit_s)
-    spare_s = (num_steps - 1) * (itl_limit_s - step_s) - pause_s
+    # The client may have the first token from the prefill node, and then waits for the handover between it and the second.
+    spare_s = (num_steps - 1) * (itl_limit_s - step_s) - pause_s - handover_s
     if ask.is_stream and num_steps > 1:
         rate, next_s = decode.to_come(now)
         # Prompts that come while this one waits or is computed are computed right after it, that is, during its answer.
-        window_s = num_steps * step_s + (prefill.queue_s + prompt_s if is_local else next_s)
+        window_s = num_steps * step_s + (wait_s + prompt_s if is_local else next_s)
         late = max(
             late, 1.0 if spare_s <= 0 else chance_of_more(rate * window_s, spare_s / max(next_s, MIN_S))
         )
     is_safe_from_others = late >= 1 or not ask.is_stream
-    num_late = late + prefill.num_delayed(prompt_s)
+    num_late = late + num_delayed
     total_s = ttft_s + others_s + pause_s + _steps_s(ask, decode)
     # Its own wait does not count if it is late in any case.
-    weighed_s = total_s if late < 1 else -prefill.queue_s
+    weighed_s = total_s if late < 1 else -wait_s
     score = num_late + WEIGHT_OF_TIME * weighed_s / (ttft_limit_s + num_steps * itl_limit_s)
-    score += 0.0 if is_local else WEIGHT_OF_HANDOVER
     return Choice(
         prefill,
         decode,

@@ -90,6 +90,27 @@ def test_a_request_that_is_late_anywhere_makes_no_other_one_late() -> None:
     assert chosen(Ask(1000, 8), loads).prefill is other
 
 
+def test_a_prompt_keeps_away_from_an_answer_that_a_node_will_give_after_a_handover() -> None:
+    loads = nodes(2)
+    first = chosen(Ask(400, 8), loads).prefill
+    # The cache comes in a moment, and the answer may be late by little.
+    first.coming[Work(0, 0.1, spare_s=0.2)] = None
+    assert chosen(Ask(400, 8), loads).prefill is not first
+    first.coming.clear()
+    # Long before it comes, the prompt is computed.
+    first.coming[Work(0, 10.0, spare_s=0.2)] = None
+    assert chosen(Ask(400, 8), loads).prefill is first
+
+
+def test_a_prompt_that_is_computed_for_a_while_is_waited_for_that_much_less() -> None:
+    (node,) = nodes(1)
+    compute(node, 500)
+    compute(node, 500)
+    queue_s = node.wait_s(0.0)
+    assert node.wait_s(0.1) == pytest.approx(queue_s - 0.1)
+    assert node.wait_s(1e6) == pytest.approx(queue_s / 2)
+
+
 def test_an_answer_is_given_where_fewer_prompts_come() -> None:
     """Roles come about by themselves: a prompt that comes later would hold up the answer of this one."""
     computing, answering = loads = nodes(2)
@@ -301,11 +322,15 @@ def test_a_malformed_prompt_has_no_pieces(prompt: Any) -> None:
 
 def test_a_request_leaves_nothing_behind_and_an_ended_process_is_forgotten() -> None:
     now = [0.0]
-    fleet = Fleet("auto", NO_LIMITS, lambda: now[0])
+    fleet = Fleet("always", NO_LIMITS, lambda: now[0])
     for step in range(200):
         progress = Progress(fleet, {"prompt": list(range(40)), "max_tokens": 4})
-        progress.is_counted = True
-        progress.prompt_asked("a")
+        choice = fleet.choose(progress, ["a", "b"], ["a", "b"])
+        assert choice is not None
+        progress.prompt_asked(choice.prefill.url)
+        assert len(choice.decode.coming) == 1
+        if step % 5 == 0:
+            progress.prompt_asked("a")
         now[0] += 0.01
         if step % 3 == 0:
             progress.prompt_ended(is_computed=True)
@@ -315,7 +340,7 @@ def test_a_request_leaves_nothing_behind_and_an_ended_process_is_forgotten() -> 
         progress.ended()
     for url in "ab":
         load = fleet.load(url)
-        assert (load.queue_s, load.prompts, load.answers) == (0, {}, {})
+        assert (load.queue_s, load.prompts, load.answers, load.coming) == (0, {}, {}, {})
     assert fleet.prefixes.shares(keys_of({"prompt": list(range(40))})) == {"a": 1.0, "b": 1.0}
     before = fleet.load("a")
     fleet.forget("a")

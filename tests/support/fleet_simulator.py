@@ -99,6 +99,7 @@ class _Job:
     decode: int
     left: int = 0  # tokens to compute before the first token
     num_to_come: int = 0  # tokens of the answer
+    has_begun: bool = False  # at the node that answers
     progress: Progress | None = None
 
 
@@ -143,6 +144,8 @@ class FleetSimulation:
     Args:
         way: Chooses the nodes.
         fleet: The router's, which chooses instead. Its clock must be `clock`.
+        first_token_passes: The client receives the first token from the node that has computed the prompt, and the others after
+            the handover; otherwise it waits for that with all of them.
     """
 
     def __init__(
@@ -151,6 +154,8 @@ class FleetSimulation:
         costs: Sequence[Costs],
         way: Way | None = None,
         fleet: Callable[[Callable[[], float]], Fleet] | None = None,
+        *,
+        first_token_passes: bool = True,
     ) -> None:
         self.now = 0.0
         self.arrivals = arrivals
@@ -159,6 +164,7 @@ class FleetSimulation:
         self.outcomes: dict[int, Outcome] = {}
         self.chosen: Chosen = {}
         self._way = way
+        self._first_token_passes = first_token_passes
         self._fleet = None if fleet is None else fleet(lambda: self.now)
         self._in_flight = [0] * len(costs)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -218,10 +224,16 @@ class FleetSimulation:
             node.cached.update(job.keys)
             if job.progress is not None:
                 job.progress.prompt_ended(is_computed=True)
+            job.num_to_come = job.arrival.num_answer_tokens
             if job.prefill == job.decode:
-                self._answer(job)
+                node.answers.append(job)
+                self._token(job)
                 continue
             self._in_flight[where] -= 1
+            if self._first_token_passes:
+                self._token(job)
+                if not job.num_to_come:
+                    continue
             num_moved = len(job.arrival.prompt) - self.nodes[job.decode].num_cached(job)
             took = node.costs.handover_s + num_moved * node.costs.handed_token_s
             self._at(self.now + took, self._loaded, job)
@@ -231,26 +243,23 @@ class FleetSimulation:
         # The last block is computed again, within the next step.
         node = self.nodes[job.decode]
         node.cached.update(job.keys)
-        job.num_to_come = job.arrival.num_answer_tokens
         node.answers.append(job)
         self._start(job.decode)
 
-    def _answer(self, job: _Job) -> None:
-        """Give the first token, which computing the prompt gave."""
-        job.num_to_come = job.arrival.num_answer_tokens
-        self.nodes[job.decode].answers.append(job)
-        self._token(job)
-
     def _token(self, job: _Job) -> None:
-        if not job.outcome.token_times and job.progress is not None:
-            job.progress.answer_began(self.urls[job.decode])
-        elif job.progress is not None:
-            job.progress.tokens_came(1)
+        answers = self.nodes[job.decode].answers
+        if job.progress is not None and job in answers:
+            if not job.has_begun:
+                job.progress.answer_began(self.urls[job.decode])
+            else:
+                job.progress.tokens_came(1)
+            job.has_begun = True
         job.outcome.token_times.append(self.now)
         job.num_to_come -= 1
         if job.num_to_come:
             return
-        self.nodes[job.decode].answers.remove(job)
+        if job in answers:
+            answers.remove(job)
         self._in_flight[job.decode] -= 1
         if job.progress is not None:
             job.progress.ended()
