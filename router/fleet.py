@@ -24,8 +24,10 @@ from .prefixes import Prefixes
 from .ways import size_in_tokens
 
 Mode = Literal["auto", "never", "always"]
-#: Pairs of nodes whose handovers are remembered.
-MAX_PAIRS = 4096
+#: Nodes, and pairs of nodes, that are remembered. A request that ends after its node has gone would keep that one for ever.
+MAX_NODES = MAX_PAIRS = 4096
+#: A client may write any number as the limit of an answer.
+MAX_ANSWER_TOKENS = 1_000_000
 
 
 class Fleet:
@@ -42,9 +44,15 @@ class Fleet:
         self._loads: dict[str, NodeLoad] = {}
         self._handovers: dict[tuple[str, str], Rate] = {}
 
+    def __len__(self) -> int:
+        """How many nodes it remembers."""
+        return len(self._loads)
+
     def load(self, url: str) -> NodeLoad:
         """Return the load of a node."""
         if url not in self._loads:
+            while len(self._loads) >= MAX_NODES:
+                del self._loads[next(iter(self._loads))]
             self._loads[url] = NodeLoad(url)
         return self._loads[url]
 
@@ -112,7 +120,7 @@ class Progress:
         num_tokens, shares = self.num_tokens, self._fleet.prefixes.shares(self.keys)
         cached = {url: int(share * num_tokens) for url, share in shares.items()}
         limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
-        limit = limit if type(limit) is int and limit > 0 else 0
+        limit = min(limit, MAX_ANSWER_TOKENS) if type(limit) is int and limit > 0 else 0
         return Ask(num_tokens, limit, cached, is_stream=self._body.get("stream") is True)
 
     @cached_property

@@ -348,6 +348,34 @@ def test_a_request_leaves_nothing_behind_and_an_ended_process_is_forgotten() -> 
     assert fleet.prefixes.shares(keys_of({"prompt": list(range(40))})) == {"b": 1.0}
 
 
+@pytest.mark.parametrize(
+    "limit", [0, 1, -1, 10**9, pytest.param(10**400, id="too large for a float"), True, "many", None]
+)
+def test_any_limit_of_an_answer_leaves_a_finite_choice(limit: Any) -> None:
+    fleet = Fleet("auto", NO_LIMITS, lambda: 0.0)
+    progress = Progress(fleet, {"prompt": [1, 2, 3], "max_tokens": limit, "stream": True})
+    choice = fleet.choose(progress, ["a", "b"], ["a", "b"])
+    assert choice is not None
+    assert all(math.isfinite(each) for each in (choice.ttft_s, choice.num_late, choice.total_s, choice.score))
+
+
+def test_a_fleet_that_changes_at_each_request_leaves_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.router.fleet.MAX_NODES", 10)
+    fleet = Fleet("always", NO_LIMITS, lambda: 0.0)
+    for number in range(2000):
+        urls = [f"http://node-{number}", f"http://node-{number + 1}"]
+        progress = Progress(fleet, {"prompt": [number] * 32, "max_tokens": 4})
+        choice = fleet.choose(progress, urls, urls)
+        assert choice is not None
+        progress.prompt_asked(choice.prefill.url)
+        fleet.forget(urls[0])
+        progress.prompt_ended(is_computed=True)
+        progress.answer_began(choice.decode.url)
+        progress.ended()
+    assert len(fleet) <= 10
+    assert len(fleet.prefixes) <= 2 * 2000
+
+
 # -- the router --------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ def test_each_transfer_is_measured(pair, prompt):
     assert all(pair.decode.metric(name) > value for name, value in before.items())
 
 
+OUTCOMES = next(each.values for each in METRICS if each.name == "kvferry_offered_requests_total")
 FIGURES = (
     "kvferry_load_seconds_count",
     "kvferry_load_bytes_sum",
@@ -65,6 +66,31 @@ def test_both_sides_count(pair, prompt):
     pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
     assert pair.prefill.metric("kvferry_offers_delivered_total") == before + 1
     assert pair.prefill.metric("kvferry_live_leases") == pair.decode.metric("kvferry_live_loads") == 0
+
+
+def test_a_node_counts_what_became_of_each_offer(pair, prompt):
+    """So behind any router, too, an operator sees that a pair does nothing."""
+
+    def added(params, policy="recompute"):
+        pair.decode.order("policy", policy=policy)
+        before = {outcome: counted(outcome) for outcome in OUTCOMES}
+        pair.decode.ask(next(pair.names), tokens, 2, params)
+        return {
+            outcome: counted(outcome) - before[outcome]
+            for outcome in OUTCOMES
+            if counted(outcome) > before[outcome]
+        }
+
+    def counted(outcome):
+        return pair.decode.metric("kvferry_offered_requests_total", outcome=outcome)
+
+    tokens = prompt(100)
+    forged = {**pair.prefilled(tokens), "remote_epoch": "1"}
+    assert added(forged) == {"failed": 1}  # and computes the prompt, which is cached from now on
+    pair.decode.order("forget")
+    assert added(pair.prefilled(tokens)) == {"loaded": 1}
+    assert added(pair.prefilled(tokens)) == {"cached": 1}
+    assert added(None) == {}
 
 
 def test_a_running_engine_exports_every_metric_of_the_table(pair, prompt):
