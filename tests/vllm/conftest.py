@@ -122,6 +122,7 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             log = tmp_path_factory.mktemp("node") / "log"
             connector = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
             transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
+            transfer |= arguments.pop("transfer", {})
             host = arguments.pop("host", "vllm")
             with _environment():
                 spawn = run_program if host == "vllm" else zygote().spawn

@@ -72,7 +72,7 @@ async def test_the_index_is_the_servers_prefix_cache(server):
                 known, is_text_known = share(prompt) * len(prompt), bool(share(text))
                 mark = prefixes.mark(url)
                 reply = await asyncio.to_thread(ask, prompt)
-                cached = (reply.body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+                cached = (reply.content["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
                 assert cached == known
                 assert not is_text_known or cached == 5 * BLOCK_SIZE
                 num_known_texts += is_text_known

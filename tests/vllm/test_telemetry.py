@@ -10,6 +10,7 @@ from tests.support.metrics_page import Declared, assert_promtool_is_content, dec
 
 pytestmark = pytest.mark.timeout(600)
 
+OFFERED = next(each for each in METRICS if each.name == "kvferry_offered_requests_total")
 #: Labels by transport. UCX chooses its mechanism itself.
 LABELS = {
     "shm": {"transport": "shm", "mechanism": "mapped"},
@@ -51,7 +52,6 @@ def test_each_transfer_is_measured(pair, prompt):
     assert all(pair.decode.metric(name) > value for name, value in before.items())
 
 
-OUTCOMES = next(each.values for each in METRICS if each.name == "kvferry_offered_requests_total")
 FIGURES = (
     "kvferry_load_seconds_count",
     "kvferry_load_bytes_sum",
@@ -68,27 +68,32 @@ def test_both_sides_count(pair, prompt):
     assert pair.prefill.metric("kvferry_live_leases") == pair.decode.metric("kvferry_live_loads") == 0
 
 
-def test_a_node_counts_what_became_of_each_offer(pair, prompt):
+@pytest.fixture(scope="module")
+def recomputing(start_module_pair):
+    return start_module_pair(transfer={"kv_load_failure_policy": "recompute"})
+
+
+@pytest.mark.slow
+def test_a_node_counts_what_became_of_each_offer(recomputing, prompt):
     """So behind any router, too, an operator sees that a pair does nothing."""
+    pair, tokens = (
+        recomputing,
+        prompt(97),
+    )  # three blocks, which may be cached, and the token that is always computed
 
-    def added(params, policy="recompute"):
-        pair.decode.order("policy", policy=policy)
-        before = {outcome: counted(outcome) for outcome in OUTCOMES}
-        pair.decode.ask(next(pair.names), tokens, 2, params)
-        return {
-            outcome: counted(outcome) - before[outcome]
-            for outcome in OUTCOMES
-            if counted(outcome) > before[outcome]
-        }
+    def counted():
+        return {each: pair.decode.metric(OFFERED.name, outcome=each) for each in OFFERED.values}
 
-    def counted(outcome):
-        return pair.decode.metric("kvferry_offered_requests_total", outcome=outcome)
+    def added(params):
+        before = counted()
+        answer = pair.decode.ask(next(pair.names), tokens, 2, params)
+        pair.assert_like_alone(tokens, answer, 2)
+        return {each: count - before[each] for each, count in counted().items() if count > before[each]}
 
-    tokens = prompt(100)
-    forged = {**pair.prefilled(tokens), "remote_epoch": "1"}
-    assert added(forged) == {"failed": 1}  # and computes the prompt, which is cached from now on
-    pair.decode.order("forget")
     assert added(pair.prefilled(tokens)) == {"loaded": 1}
+    for epoch, outcome in (("1", "failed"), ("one", "refused")):
+        pair.decode.order("forget")
+        assert added({**pair.prefilled(tokens), "remote_epoch": epoch}) == {outcome: 1}
     assert added(pair.prefilled(tokens)) == {"cached": 1}
     assert added(None) == {}
 
