@@ -212,8 +212,11 @@ def is_good(answer: Answer, unloaded: Unloaded, factor: float, itl_rule: str) ->
     return not answer.gaps or ITL_RULES[itl_rule](answer.gaps) <= factor * unloaded.itl_s
 
 
+GOODPUT = "goodput_"
+
+
 def goodput_key(factor: float) -> str:
-    return f"goodput_{factor:g}x"
+    return f"{GOODPUT}{factor:g}x"
 
 
 def figures_of(
@@ -254,9 +257,18 @@ def figures_of(
 
 
 def row_of(load: str, way: str, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the row of a way: for each figure the median, the least and the greatest of the rounds."""
+    """Return the row of a way: for each figure the median, the least and the greatest of the rounds.
+
+    `goodput_…_of_all` are the good requests of all rounds by the time of all rounds.
+    """
     told = {key: [own[key] for own in rounds] for key in rounds[0]}
     figures = {key: (statistics.median(own), min(own), max(own)) for key, own in told.items()}
+    # A round has few requests, so the sum over all rounds says more than the median of their rates.
+    seconds = sum(told["seconds"])
+    for key in told:
+        if key.startswith(GOODPUT):
+            rate = sum(own[key] * own["seconds"] for own in rounds) / seconds
+            figures[f"{key}_of_all"] = (rate, rate, rate)
     return {"load": load, "way": way, "rounds": rounds, **figures}
 
 
@@ -269,6 +281,7 @@ def table(rows: Sequence[Mapping[str, Any]], factors: Sequence[float], factor: f
 
     columns = {
         f"goodput {factor:g} ×": (goodput_key(factor), 3, 1),
+        "all rounds": (f"{goodput_key(factor)}_of_all", 3, 1),
         "TTFT p50 ms": ("ttft_p50_ms", 0, 1),
         "p99": ("ttft_p99_ms", 0, 1),
         "ITL p50 ms": ("itl_p50_ms", 1, 1),
