@@ -1,4 +1,4 @@
-"""`kvferry serve`, `kvferry router` and `kvferry demo`: the programs of `kvferry.reference` and `kvferry.router`.
+"""`kvferry serve`, `router`, `demo` and `prove`: the programs of `kvferry.reference`, `kvferry.router` and `kvferry.prove`.
 
 Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
 the other commands work without the extra `reference`, and none of them waits for an import that it does not use.
@@ -96,6 +96,13 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             options="reference.demo.cli",
             work="reference.demo.run",
             needs=_FOR_A_NODE,
+        ),
+        Program(
+            "prove",
+            "try faults on a pair of vLLM servers with any connector, and judge every answer",
+            options="prove.cli",
+            work="prove.main",
+            needs=(),
         ),
     )
 }

@@ -32,6 +32,8 @@ NAVIGATION = {
         "tracing",
         "openai-api",
         "reliability",
+        "prove",
+        "prove-results",
         "command",
         "cuda",
         "shm",

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "cli": ROOT / "cli",
     "connector": ROOT / "connector",
+    "prove": ROOT / "prove",
     "reference": ROOT / "reference",
     "router": ROOT / "router",
     "runner_mixin": ROOT / "runner_mixin",

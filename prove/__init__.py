@@ -1,0 +1,10 @@
+"""`kvferry prove`: try faults on a pair of vLLM servers with any KV connector, and judge every answer.
+
+It talks to servers over HTTP and by signals only, and knows no connector but by its `kv_transfer_config`. So it judges
+kvferry as it judges the others.
+"""
+
+from __future__ import annotations
+
+if __name__ != "kvferry.prove":  # the same file under a second name would be a second set of classes
+    raise ImportError("import kvferry.prove, not prove: `pip install -e .` first")

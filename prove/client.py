@@ -1,0 +1,236 @@
+"""A client of one vLLM server: completions of token ids, metrics, and the endpoints for developers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from .outcomes import Reply
+
+#: What a prefill server is asked for, beside what the client wants: the keys of vLLM's own examples of a proxy.
+OFFER: Final[Mapping[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+USAGE: Final = "vllm:kv_cache_usage_perc"
+#: Tokens that a server took from its connector instead of computing them.
+LOADED: Final = "vllm:external_prefix_cache_hits_total"
+PREEMPTIONS: Final = "vllm:num_preemptions_total"
+#: Seconds for an answer that no fault disturbs, such as a page of metrics.
+PATIENCE_S: Final = 30.0
+
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)(?: \d+)?$", re.MULTILINE)
+
+
+class Asking:
+    """A request in flight, in a thread of its own."""
+
+    def __init__(self, url: str, body: Mapping[str, Any], request_id: str, deadline_s: float) -> None:
+        self._parts = urlsplit(url)
+        self._body, self._request_id, self._deadline_s = body, request_id, deadline_s
+        self._connection = http.client.HTTPConnection(
+            self._parts.hostname or "", self._parts.port, timeout=deadline_s
+        )
+        self.sent = threading.Event()
+        self.first_token = threading.Event()
+        self._reply = Reply()
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[Mapping[str, float]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Close the connection, as a client does that does not wait any longer."""
+        sock = self._connection.sock
+        if sock is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the server was faster
+
+    @property
+    def likeliest(self) -> list[tuple[int, float]]:
+        """The two likeliest tokens at the answer's first place with their log probabilities, the likeliest first."""
+        pairs = [
+            (int(name.removeprefix("token_id:")), value) for name, value in (self._top or [{}])[0].items()
+        ]
+        return sorted(pairs, key=lambda pair: -pair[1])[:2]
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def reply(self) -> Reply:
+        """Wait for the end, and return how it ended. The wait is bounded by the deadline."""
+        self._thread.join()
+        return self._reply
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        until = started + self._deadline_s
+        status, params, reason, error, is_late = 0, None, "", "", False
+        try:
+            self._connection.request(
+                "POST",
+                self._parts.path + "/v1/completions",
+                json.dumps(self._body),
+                {"Content-Type": "application/json", "X-Request-Id": self._request_id},
+            )
+            self.sent.set()
+            response = self._connection.getresponse()
+            status = response.status
+            if status != 200:
+                error = _message(response.read())
+            elif not self._body.get("stream"):
+                whole = json.loads(response.read())
+                params = whole.get("kv_transfer_params")
+                reason, error = self._take(whole)
+            else:
+                while (line := response.readline()) and not line.startswith(b"data: [DONE]"):
+                    sock = self._connection.sock
+                    if sock is not None:
+                        sock.settimeout(max(0.01, until - time.monotonic()))
+                    if line.startswith(b"data: "):
+                        told, wrong = self._take(json.loads(line[6:]))
+                        reason, error = told or reason, wrong or error
+                if not line:
+                    error = error or "the stream ended without [DONE]"
+        except TimeoutError:
+            is_late = True
+        except (OSError, http.client.HTTPException, ValueError) as broken:
+            error = f"{type(broken).__name__}: {broken}"
+        finally:
+            self.sent.set()
+            self.first_token.set()
+            self._connection.close()
+        is_whole = status == 200 and not error and not is_late and reason == "length"
+        if status == 200 and not error and not is_late and not is_whole:
+            error = f"the answer ended for the reason {reason!r}"
+        seconds = time.monotonic() - started
+        self._reply = Reply(status, self._tokens, self._logprobs, is_whole, error, is_late, seconds, params)
+
+    def _take(self, part: Mapping[str, Any]) -> tuple[str, str]:
+        """Keep the tokens of a part of the answer. Returns why it ended, and an error; empty if neither is there."""
+        if "error" in part:
+            return "", _message(json.dumps(part).encode())
+        reason = ""
+        for choice in part.get("choices", ()):
+            self._tokens += choice.get("token_ids") or ()
+            scores = choice.get("logprobs") or {}
+            self._logprobs += scores.get("token_logprobs") or ()
+            self._top += scores.get("top_logprobs") or ()
+            reason = choice.get("finish_reason") or reason
+        if self._tokens:
+            self.first_token.set()
+        return reason, ""
+
+
+def _message(raw: bytes) -> str:
+    """Return the message of an error's body."""
+    try:
+        found = json.loads(raw)
+        while isinstance(found, dict):
+            found = found.get("error") or found.get("message") or found.get("detail") or str(found)
+        return str(found)
+    except ValueError:
+        return raw.decode(errors="replace")[:300] or "an empty body"
+
+
+class Client:
+    """A client of one server.
+
+    Args:
+        model: The name by which the server knows its model.
+        deadline_s: An answer that takes longer is a hang.
+    """
+
+    def __init__(self, url: str, model: str, deadline_s: float) -> None:
+        self.url, self._model, self._deadline_s = url.rstrip("/"), model, deadline_s
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        request_id: str,
+        params: object = None,
+        *,
+        stream: bool = False,
+        salt: str = "",
+        top: int = 0,
+    ) -> Asking:
+        """Ask for a greedy answer, and return at once.
+
+        Args:
+            params: The request's `kv_transfer_params`; None: it has none.
+            top: How many of the likeliest tokens to tell at each place.
+        """
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": top,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": stream,
+        }
+        if params is not None:
+            body["kv_transfer_params"] = params
+        if salt:
+            body["cache_salt"] = salt
+        return Asking(self.url, body, request_id, self._deadline_s)
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, request_id: str, params: object = None) -> Reply:
+        """Ask for a greedy answer and wait for it."""
+        return self.start(prompt, max_tokens, request_id, params).reply()
+
+    def metrics(self, *names: str) -> list[float]:
+        """Return the sums of metrics over their labels. Raises OSError: the server does not answer."""
+        page = self.get("/metrics")
+        found = dict.fromkeys(names, 0.0)
+        for name, _, value in _SAMPLE.findall(page):
+            if name in found:
+                found[name] += float(value)
+        return list(found.values())
+
+    def pool(self) -> tuple[int, int]:
+        """Return the number of blocks of the pool, and the tokens per block; 0 where the server does not tell."""
+        (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", self.get("/metrics"), re.MULTILINE) or [""]
+        told = dict(re.findall(r'(\w+)="(\d+)"', labels))
+        return int(told.get("num_gpu_blocks", 0)), int(told.get("block_size", 0))
+
+    def get(self, path: str) -> str:
+        """Return a page. Raises OSError: the server does not answer it with 200."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: object = None) -> str:
+        """Post JSON, and return the answer. Raises OSError: the server does not answer with 200."""
+        return self._call("POST", path, json.dumps(body if body is not None else {}))
+
+    def _call(self, method: str, path: str, body: str | None) -> str:
+        parts = urlsplit(self.url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE_S)
+        try:
+            connection.request(method, parts.path + path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            raw = response.read()
+        except http.client.HTTPException as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise OSError(f"{method} {path} answered {response.status}: {_message(raw)[:200]}")
+        return raw.decode()

@@ -1,0 +1,215 @@
+"""Connectors by name: their `kv_transfer_config` for each side, and what the kit must know to try them. This module is pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from kvferry.transports.errors import ConfigurationError
+
+Side = Literal["prefill", "decode", "stranger"]
+SIDES: Final[tuple[Side, ...]] = ("prefill", "decode", "stranger")
+
+#: In a configuration of the user these are replaced by the name of the side, a port that it keeps, and a folder that all share.
+PLACEHOLDERS: Final = ("{side}", "{port}", "{folder}")
+
+
+@dataclass(frozen=True)
+class Connector:
+    """A connector to try.
+
+    Attributes:
+        transfer: vLLM's `kv_transfer_config`, with `PLACEHOLDERS`.
+        takes_params: Whether the prefill server's answer has `kv_transfer_params` that the decode server needs. If not, the
+            decode server finds the cache by the prompt.
+        lease_s: After so many seconds the prefill server must have given up blocks that no server fetched.
+        environment: Variables for the servers, with `PLACEHOLDERS`.
+        needs: A module that the servers must be able to import.
+        about: What it is, in one line.
+    """
+
+    name: str
+    transfer: Mapping[str, Any]
+    takes_params: bool = True
+    lease_s: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+    about: str = ""
+
+    def transfer_of(self, side: Side, port: int, folder: str, policy: str) -> dict[str, Any]:
+        """Return the configuration of one side."""
+        filled: dict[str, Any] = _filled(self.transfer, side, port, folder)
+        return {**filled, "kv_load_failure_policy": policy}
+
+    def environment_of(self, side: Side, port: int, folder: str) -> dict[str, str]:
+        """Return the variables of one side."""
+        return {name: str(_filled(value, side, port, folder)) for name, value in self.environment.items()}
+
+
+def _filled(value: Any, side: str, port: int, folder: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(each, side, port, folder) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, side, port, folder) for each in value]
+    if value == "{port}":
+        return port
+    if isinstance(value, str):
+        return value.replace("{side}", side).replace("{port}", str(port)).replace("{folder}", folder)
+    return value
+
+
+#: Short, because the kit waits until they are over. With the defaults every row works as well, and takes longer.
+_LEASE_S: Final = 3
+_KVFERRY_TIMES: Final = {"lease_s": _LEASE_S, "connect_timeout_s": 2, "claim_timeout_s": 2}
+#: NixlConnector renews leases every sixth of their time, in whole seconds.
+_NIXL_LEASE_S: Final = 6
+_NIXL_ENVIRONMENT: Final = {
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "{port}",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+}
+
+
+def _kvferry(transport: str, **options: object) -> dict[str, Any]:
+    return {
+        "kv_connector": "KvferryConnector",
+        "kv_connector_module_path": "kvferry.connector.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"transport": transport, **_KVFERRY_TIMES, **options},
+    }
+
+
+def _nixl(connector: str) -> dict[str, Any]:
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": _NIXL_LEASE_S},
+    }
+
+
+def _beside_offloading(first: Mapping[str, Any]) -> dict[str, Any]:
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [dict(first), offloading]},
+    }
+
+
+_NETWORK: Final = {"transport_options": {"bind_host": "127.0.0.1", "port": "{port}"}}
+_SHM: Final = _kvferry("shm", address="shm://@kvferry-prove-{port}")
+
+PRESETS: Final[Mapping[str, Connector]] = {
+    each.name: each
+    for each in (
+        Connector("shm", _SHM, lease_s=_LEASE_S, about="kvferry over shared memory"),
+        Connector("tcp", _kvferry("tcp", **_NETWORK), lease_s=_LEASE_S, about="kvferry over TCP"),
+        Connector("zeromq", _kvferry("zeromq", **_NETWORK), lease_s=_LEASE_S, about="kvferry over ZeroMQ"),
+        Connector("ucx", _kvferry("ucx"), lease_s=_LEASE_S, needs="ucxx", about="kvferry over UCX"),
+        Connector(
+            "kvferry-nixl", _kvferry("nixl"), lease_s=_LEASE_S, needs="nixl_cu12", about="kvferry over NIXL"
+        ),
+        Connector(
+            "nixl",
+            _nixl("NixlConnector"),
+            lease_s=_NIXL_LEASE_S,
+            environment=_NIXL_ENVIRONMENT,
+            needs="nixl",
+            about="vLLM's NixlConnector: the decode server reads",
+        ),
+        Connector(
+            "nixl-push",
+            _nixl("NixlPushConnector"),
+            lease_s=_NIXL_LEASE_S,
+            environment=_NIXL_ENVIRONMENT,
+            needs="nixl",
+            about="vLLM's NixlPushConnector: the prefill server writes",
+        ),
+        Connector(
+            "example",
+            {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": "{folder}"},
+            },
+            takes_params=False,
+            about="vLLM's ExampleConnector: files in a shared folder",
+        ),
+        Connector(
+            "shm+offloading",
+            _beside_offloading(_SHM),
+            lease_s=_LEASE_S,
+            about="kvferry over shared memory, and vLLM's OffloadingConnector, in a MultiConnector; needs GPUs",
+        ),
+        Connector(
+            "nixl+offloading",
+            _beside_offloading(_nixl("NixlConnector")),
+            lease_s=_NIXL_LEASE_S,
+            environment=_NIXL_ENVIRONMENT,
+            needs="nixl",
+            about="vLLM's NixlConnector and OffloadingConnector in a MultiConnector; needs GPUs",
+        ),
+    )
+}
+
+
+def connector_of(
+    preset: str, transfer: str, name: str, lease_s: float | None, takes_params: bool | None
+) -> Connector:
+    """Return the connector that the options name.
+
+    Args:
+        preset: A name of `PRESETS`; not used if `transfer` is given.
+        transfer: A `kv_transfer_config` as JSON, or a file that holds one after `@`; empty: the preset.
+        name: Its name in the table; empty: the preset's, or the connector's own.
+        lease_s: Instead of the preset's.
+        takes_params: Instead of the preset's.
+
+    Raises:
+        ConfigurationError: the preset is unknown, or the JSON is malformed.
+    """
+    if transfer:
+        found = _custom(transfer)
+    elif preset in PRESETS:
+        found = PRESETS[preset]
+    else:
+        raise ConfigurationError(
+            f"--preset must be one of {', '.join(PRESETS)}; got {preset!r}; give another connector with --transfer-config",
+            key="--preset",
+            value=preset,
+        )
+    return Connector(
+        name or found.name,
+        found.transfer,
+        found.takes_params if takes_params is None else takes_params,
+        found.lease_s if lease_s is None else lease_s,
+        found.environment,
+        found.needs,
+        found.about,
+    )
+
+
+def _custom(text: str) -> Connector:
+    key = "--transfer-config"
+    try:
+        if text.startswith("@"):
+            with open(text[1:]) as file:
+                text = file.read()
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{key} must be JSON, or @FILE with JSON: {error}; got {text[:100]!r}", key=key, value=text
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
+        raise ConfigurationError(
+            f"{key} must be an object with kv_connector, as vLLM's --kv-transfer-config; got {text[:100]!r}",
+            key=key,
+            value=text,
+        )
+    return Connector(found["kv_connector"], found, lease_s=30.0, about="given by --transfer-config")

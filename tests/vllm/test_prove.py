@@ -1,0 +1,76 @@
+"""`kvferry prove` on real vLLM servers: it tells right answers from wrong ones, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def _prove(out: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvferry", "prove", "--out", str(out), "--seed", "7", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+
+
+def test_two_cells_of_kvferry(tmp_path: Path) -> None:
+    with _prove(tmp_path, "--repeats", "2", "--only", "none", "swapped") as process:
+        told, log = process.communicate()
+    assert process.returncode == 0, log
+    assert "| none | 2 right | 2 right |" in told
+    assert "| swapped | 2 error | 2 right |" in told
+    found = json.loads((tmp_path / "results.json").read_text())["targets"]["shm"]["cells"]
+    assert [run["loaded"] for run in found["none"]["asked"]] == [True, True]
+
+
+def test_wrong_tokens_are_found(tmp_path: Path) -> None:
+    """vLLM's ExampleConnector finds caches by the prompt's tokens alone, so it takes those of other weights."""
+    with _prove(
+        tmp_path, "--preset", "example", "--repeats", "1", "--only", "none", "other-weights"
+    ) as process:
+        told, log = process.communicate()
+    assert process.returncode == 1, log
+    assert "| none | 1 right | 1 right |" in told
+    assert "| other-weights | **1 WRONG TOKENS** |" in told
+
+
+def test_an_interruption_leaves_no_process_and_keeps_what_is_complete(tmp_path: Path) -> None:
+    process = _prove(tmp_path, "--only", "none")
+    assert process.stderr is not None
+    with process:
+        pids = []
+        for line in process.stderr:
+            if "none 1/20" in line:
+                pids = _descendants(process.pid)
+                process.send_signal(signal.SIGINT)
+                break
+        told, _ = process.communicate()
+    assert len(pids) >= 6  # three servers, each below a process of the launcher
+    assert process.returncode == 130
+    assert "| none | " in told
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and _is_alive(pid)]
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(word)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for word in (task / "children").read_text().split()
+    ]
+    return children + [each for child in children for each in _descendants(child)]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
