@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -42,6 +43,7 @@ class Asking:
         self._connection = http.client.HTTPConnection(
             self._parts.hostname or "", self._parts.port, timeout=deadline_s
         )
+        self._sock: socket.socket | None = None
         self.sent = threading.Event()
         self.first_token = threading.Event()
         self._reply = Reply()
@@ -53,12 +55,9 @@ class Asking:
 
     def leave(self) -> None:
         """Close the connection, as a client does that does not wait any longer."""
-        sock = self._connection.sock
-        if sock is not None:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the server was faster
+        if self._sock is not None:
+            with contextlib.suppress(OSError):  # the server was faster
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def likeliest(self) -> list[tuple[int, float]]:
@@ -82,6 +81,8 @@ class Asking:
         until = started + self._deadline_s
         status, params, reason, error, is_late = 0, None, "", "", False
         try:
+            self._connection.connect()
+            self._sock = self._connection.sock
             self._connection.request(
                 "POST",
                 self._parts.path + "/v1/completions",
@@ -99,9 +100,7 @@ class Asking:
                 reason, error = self._take(whole)
             else:
                 while (line := response.readline()) and not line.startswith(b"data: [DONE]"):
-                    sock = self._connection.sock
-                    if sock is not None:
-                        sock.settimeout(max(0.01, until - time.monotonic()))
+                    self._sock.settimeout(max(0.01, until - time.monotonic()))
                     if line.startswith(b"data: "):
                         told, wrong = self._take(json.loads(line[6:]))
                         reason, error = told or reason, wrong or error

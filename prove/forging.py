@@ -8,7 +8,7 @@ from typing import Any, Final
 
 #: Keys that say what is asked for. Without them a request is another request, and not a forged one.
 KEPT: Final = frozenset({"do_remote_prefill", "do_remote_decode"})
-_WRONG: Final = (None, "", "x", -1, 1 << 70, 0.5, [], {}, [[-1]], True)
+_WRONG: Final[tuple[Any, ...]] = (None, "", "x", -1, 1 << 70, 0.5, [], {}, [[-1]], True)
 
 
 def forged(params: Any, chance: random.Random) -> tuple[Any, str]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvferry.transports.errors import ConfigurationError
 
 from .outcomes import BAD, MEANINGS, Outcome, Verdict, worst
-from .rows import ROWS, STAGES
+from .rows import AFTERWARDS, ROWS, STAGES
 
 FORMAT: Final = 1
 _WORDS: Final[Mapping[Outcome, str]] = {
@@ -141,6 +141,32 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(parts) + (f" ({', '.join(notes)})" if notes else "")
 
 
+def overview(targets: Mapping[str, Target]) -> list[list[str]]:
+    """Return one line per row, with a cell per connector."""
+    return [
+        [row, *(_all_of(target.cells.get(row, {})) for target in targets.values())]
+        for row in ROWS
+        if any(row in target.cells for target in targets.values())
+    ]
+
+
+def _all_of(cells: Mapping[str, Sequence[Verdict]]) -> str:
+    """Say in a few words what became of a row: what is bad in each of its cells; otherwise what there was."""
+    if not cells:
+        return "not tried"
+    bad = [
+        f"{number} of {len(verdicts)} {_WORDS[outcome]} ({stage})"
+        for stage, verdicts in cells.items()
+        for outcome in reversed(Outcome)
+        if outcome in BAD and (number := sum(each.outcome is outcome for each in verdicts))
+    ]
+    if bad:
+        return ", ".join(bad)
+    found = {each.outcome for stage, verdicts in cells.items() if stage != AFTERWARDS for each in verdicts}
+    words = " or ".join(_WORDS[outcome] for outcome in Outcome if outcome in found) or "right"
+    return f"{words} (n = {max(map(len, cells.values()))})"
+
+
 def _columns(targets: Iterable[Target]) -> list[str]:
     used = {stage for target in targets for cells in target.cells.values() for stage in cells}
     return [stage for stage in STAGES if stage in used]
@@ -161,6 +187,11 @@ def command_of(target: Target, row: str) -> str:
 def markdown(targets: Mapping[str, Target]) -> str:
     """Return all tables, with what is needed to read and to repeat them."""
     lines: list[str] = []
+    if len(targets) > 1:
+        lines += ["## All connectors", "", _line(["fault", *targets]), _line(["---"] * (len(targets) + 1))]
+        for line in overview(targets):
+            lines.append(_line([f"**{cell}**" if _is_loud(cell) else cell for cell in line]))
+        lines.append("")
     for name, target in targets.items():
         lines += [f"## {name}", "", f"{target.about}.", ""]
         lines += [f"* {key}: {value}" for key, value in target.environment.items()]
@@ -199,6 +230,10 @@ def legend() -> list[str]:
     ]
 
 
+def _is_loud(cell: str) -> bool:
+    return any(_WORDS[outcome] in cell for outcome in BAD)
+
+
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -224,6 +259,15 @@ def html(targets: Mapping[str, Target]) -> str:
         f"<style>{style}</style>",
         "<h1>What faults did to vLLM connectors</h1>",
     ]
+    if len(targets) > 1:
+        heads = "".join(f"<th>{escape(name)}" for name in targets)
+        parts.append(f"<h2>All connectors</h2><table><tr><th>fault{heads}")
+        for line in overview(targets):
+            shown = "".join(
+                f"<td>{'<b>' * _is_loud(cell)}{escape(cell)}{'</b>' * _is_loud(cell)}" for cell in line[1:]
+            )
+            parts.append(f"<tr><th>{line[0]}{shown}")
+        parts.append("</table>")
     for name, target in targets.items():
         parts.append(f"<h2>{escape(name)}</h2><p>{escape(target.about)}.</p><ul>")
         parts += [f"<li>{escape(key)}: {escape(value)}" for key, value in target.environment.items()]

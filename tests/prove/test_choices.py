@@ -16,6 +16,7 @@ from kvferry.prove.main import command, select
 from kvferry.prove.models import write_other_weights, write_tiny_model
 from kvferry.prove.presets import PRESETS, SIDES, connector_of
 from kvferry.prove.rows import AFTERWARDS, ROWS, STAGES
+from kvferry.reference.engine.progress import quiet_loading
 from kvferry.transports.errors import ConfigurationError
 
 PARAMS = {
@@ -156,10 +157,15 @@ def test_the_tiny_model_is_one_that_transformers_loads(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"))
-    prompt = torch.tensor([[5, 6, 7]])
-    told = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert told.shape == (1, 7)
+    with quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"))
+    answers = [
+        model.generate(torch.tensor([[first, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)[
+            0, 3:
+        ].tolist()
+        for first in (5, 9)
+    ]
+    assert answers[0] != answers[1]
 
 
 def test_a_model_without_local_weights_has_no_other_weights(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.prove.outcomes import Outcome, Verdict
-from kvferry.prove.results import Results, Target, command_of, html, markdown, summary
+from kvferry.prove.results import Results, Target, command_of, html, markdown, overview, summary
 from kvferry.transports.errors import ConfigurationError
 
 RIGHT, AGAIN = Verdict(Outcome.RIGHT, loaded=True), Verdict(Outcome.RIGHT, loaded=False)
@@ -60,6 +60,18 @@ def test_the_page_shows_the_same_and_escapes_what_servers_said() -> None:
     assert command_of(_target(), "swapped") in texts
     assert "<mismatch>" not in page
     assert "&lt;mismatch&gt;" in page
+
+
+def test_several_connectors_are_set_side_by_side() -> None:
+    other = Target()
+    other.add("none", {"asked": ERROR, "afterwards": RIGHT})
+    assert overview({"mine": _target(), "other": other}) == [
+        ["none", "right (n = 2)", "error (n = 1)"],
+        ["swapped", "1 of 2 WRONG TOKENS (asked), 1 of 2 LEAK (afterwards)", "not tried"],
+    ]
+    text = markdown({"mine": _target(), "other": other})
+    assert "| swapped | **1 of 2 WRONG TOKENS (asked), 1 of 2 LEAK (afterwards)** | not tried |" in text
+    assert "<b>1 of 2 WRONG TOKENS" in html({"mine": _target(), "other": other})
 
 
 def test_a_later_call_goes_on_from_what_is_there(tmp_path: Path) -> None:
