@@ -57,6 +57,10 @@ POLL_S: Final = 0.25
 SLACK_S: Final = 10.0
 
 
+class SingleServerError(Exception):
+    """The single server, which no fault touches, does not answer. So nothing can be judged any more."""
+
+
 class NotApplicableError(Exception):
     """A row makes no sense here. The message says why."""
 
@@ -231,9 +235,14 @@ class Lab:
     def other_model(self) -> Path:
         """A model with other weights, and the same files otherwise."""
         if self._other is None:
-            self._other = self.settings.other_model or write_other_weights(
-                Path(self.settings.model), self.settings.folder / "other-model"
-            )
+            model = Path(self.settings.model)
+            folder = self.settings.folder / "other" / model.name
+            folder.parent.mkdir(exist_ok=True)
+            if self.settings.other_model is None:
+                write_other_weights(model, folder)
+            elif not folder.exists():
+                folder.symlink_to(self.settings.other_model.absolute())
+            self._other = folder
         return self._other
 
     def _server(self, name: str, model: str = "") -> Server:
@@ -249,6 +258,8 @@ class Lab:
     def heal(self) -> None:
         """Start again whatever of ours may have been harmed."""
         ours = [server for server in (*self.pair, self._stranger) if server is not None and server.is_ours]
+        if not ours:
+            return
         self.say(f"starting these servers again: {', '.join(server.name for server in ours)}")
         for server in ours:
             server.begin_restart()
@@ -266,12 +277,12 @@ class Lab:
         return f"prove-{os.getpid()}-{self._next_id}"
 
     def expected(self, prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Expected:
-        """Return the single server's answer. Raises RuntimeError: it has none."""
+        """Return the single server's answer. Raises SingleServerError: it has none."""
         key = (tuple(prompt), max_tokens)
         if key not in self._expected:
             reply = self.alone.client.ask(prompt, max_tokens, self.request_id())
             if not reply.is_whole:
-                raise RuntimeError(
+                raise SingleServerError(
                     f"the single server did not answer: {reply.error or reply.status}; see its log in {self.settings.folder}"
                 )
             self._expected[key] = Expected(list(prompt), reply.token_ids, reply.logprobs)
@@ -342,8 +353,11 @@ class Lab:
     # -- moments and memory --------------------------------------------------------------------------
 
     def moment(self, longest_s: float) -> None:
-        """Let a random time pass, so that a fault hits another instruction each time."""
-        time.sleep(self.chance.uniform(0.0, longest_s))
+        """Let a random time pass, so that a fault hits another instruction each time.
+
+        Half of the times are in the first eighth, because most of a small load happens there.
+        """
+        time.sleep(longest_s * self.chance.random() ** 3)
 
     def overwrite(self, server: Server) -> list[tuple[list[int], Reply]]:
         """Use each block of a server's pool that is free for other prompts, and return these with their answers."""
@@ -417,12 +431,14 @@ class _Start:
     def __call__(self, port: int) -> LaunchedProcess:
         settings = self.settings
         self._numbers[0] += 1
-        command = list(settings.serve_command) or [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-        ]
-        command += ["--model", self.model, "--served-model-name", SERVED_NAME]
+        command, model = list(settings.serve_command), self.model
+        if not command:
+            command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+            if Path(model).is_dir():
+                # Some connectors compare the model's path. So servers with other weights know them by the same one.
+                command = ["env", "-C", str(Path(model).absolute().parent), *command]
+                model = Path(model).name
+        command += ["--model", model, "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
         command += [*(TINY_ARGUMENTS if settings.is_tiny else ()), *settings.serve_arguments]
         environment = {**CPU_ENVIRONMENT, **ENVIRONMENT}

@@ -25,7 +25,7 @@ from kvferry.reference.demo.launcher import Launcher, LaunchError
 from kvferry.reference.demo.near_tie import tolerance_of
 from kvferry.transports.errors import ConfigurationError
 
-from .lab import Lab, NotApplicableError, OfferError, Settings, parse_environment
+from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerError, parse_environment
 from .models import write_tiny_model
 from .outcomes import BAD, Outcome, Verdict, judge_rest
 from .presets import Connector, connector_of
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, program: str = "kvferry prove") -> int:
     """Try everything that the options ask for; return the exit status."""
     try:
         return _run(arguments, program)
-    except (ConfigurationError, LaunchError) as error:
+    except (ConfigurationError, LaunchError, SingleServerError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
 
