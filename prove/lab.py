@@ -27,11 +27,12 @@ from .presets import Connector, Side
 ARGUMENTS: Final = ("--num-gpu-blocks-override", "96", "--max-model-len", "2048", "--max-num-seqs", "8")
 #: The same for the tiny model, on CPUs and GPUs.
 TINY_ARGUMENTS: Final = (
-    *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--skip-tokenizer-init"),
-    *(
-        "--distributed-executor-backend",
-        "uni",
-    ),  # as on one GPU; on a CPU vLLM would start a process more per server
+    "--dtype",
+    "float32",
+    "--block-size",
+    "32",
+    "--enforce-eager",
+    "--skip-tokenizer-init",
 )
 #: Settings that servers on CPUs need to share a machine. The user's environment overrides them.
 CPU_ENVIRONMENT: Final[Mapping[str, str]] = {
