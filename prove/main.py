@@ -192,7 +192,7 @@ def command(program: str, arguments: argparse.Namespace) -> str:
             continue
         option = "--" + name.replace("_", "-")
         values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [option, *map(str, values)]
+        words += [option, *(f"{each:g}" if isinstance(each, float) else str(each) for each in values)]
     return shlex.join(words)
 
 

@@ -122,9 +122,23 @@ def test_every_stage_of_every_row_is_explained() -> None:
 
 def test_the_command_that_repeats_a_cell_has_every_option_that_matters() -> None:
     options = _options(
-        "--preset", "nixl", "--short", "--out", "x", "--prefill-env", "A=1", "B=2", "--only", "none"
+        "--preset",
+        "nixl",
+        "--short",
+        "--out",
+        "x",
+        "--deadline-s",
+        "20",
+        "--prefill-env",
+        "A=1",
+        "B=2",
+        "--only",
+        "none",
     )
-    assert command("kvferry prove", options) == "kvferry prove --preset nixl --prefill-env A=1 B=2"
+    assert (
+        command("kvferry prove", options)
+        == "kvferry prove --preset nixl --deadline-s 20 --prefill-env A=1 B=2"
+    )
     assert command("kvferry prove", _options()) == "kvferry prove"
 
 
