@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, free_port
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, free_port
 from kvferry.reference.demo.near_tie import Expectation
 from kvferry.transports.errors import ConfigurationError
 
@@ -265,7 +265,10 @@ class Lab:
         for server in ours:
             server.begin_restart()
         for server in ours:
-            server.wait_ready()
+            try:
+                server.wait_ready()
+            except LaunchError:
+                server.restart()  # a request of before may have come again, through a router, and ended it
 
     # -- requests ------------------------------------------------------------------------------------
 
