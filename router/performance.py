@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import aiohttp
 from aiohttp import web
 
-from ..connector.p2p.params import REFUSED_TO_CONTINUE, draw_rendezvous_name
+from ..connector.p2p.params import REFUSED_TO_CONTINUE, draw_offer_name
 from ..connector.spans import Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
@@ -487,7 +487,7 @@ class Performance:
         body = decode_body(exchange.body, action.params, action.after, may_offer_answer=may_offer)
         # As they are now, because they are part of the request.
         abilities = node.abilities if self._services.options.continue_answers else Abilities()
-        move_as = draw_rendezvous_name()
+        move_as = draw_offer_name()
         if is_followed(exchange.body, exchange.path, abilities):
             body = followed_body(body, abilities, move_as)
         self._timeline.decode_sent(node.url, is_alone=exchange.is_alone)

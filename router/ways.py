@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..connector.handoff.messages import RENDEZVOUS_VERSION
-from ..connector.p2p.params import draw_rendezvous_name, prefill_chunk_of, rendezvous_params
+from ..connector.p2p.params import draw_offer_name, prefill_chunk_of, rendezvous_params
 from .beginnings import Abilities, is_possible, is_stitchable
 from .exchange import Offer
 from .first_tokens import is_expected, is_single_token
@@ -169,7 +169,7 @@ def named_offer(facts: Facts) -> Offer | None:
     """Name the offer that a prefill node is to make, if the decode node is asked at once; otherwise None."""
     if facts.prefill is None or way_of(facts) is Way.IN_TURN:
         return None
-    name = draw_rendezvous_name()
+    name = draw_offer_name()
     params = _params(name, facts.prefill)
     return None if params is None else Offer(facts.prefill, params, name)
 

@@ -337,7 +337,7 @@ def rendezvous_params(name: str, told: Mapping[str, Any]) -> dict[str, Any] | No
     """Return what a consumer needs to claim by name an offer that a prefill node has yet to make.
 
     Args:
-        name: Of the rendezvous; see `draw_rendezvous_name`.
+        name: Of the rendezvous; see `draw_offer_name`.
         told: The params of an answer of the prefill node, or its description: either says where it can be reached.
 
     Returns:
@@ -360,7 +360,7 @@ def prefill_chunk_of(told: Mapping[str, Any]) -> int:
     return chunk if type(chunk) is int else 0
 
 
-def draw_rendezvous_name() -> str:
+def draw_offer_name() -> str:
     """Draw a name of 128 random bits. Whoever knows the name of a rendezvous may claim its offer."""
     while not _RENDEZVOUS_NAME.fullmatch(name := secrets.token_hex(16)):
         pass

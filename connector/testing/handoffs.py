@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..p2p.params import draw_rendezvous_name, rendezvous_params
+from ..p2p.params import draw_offer_name, rendezvous_params
 from ..stats import COUNTERS, TransferRecord
 from .broken import promise
 from .harness import (
@@ -206,7 +206,7 @@ class RendezvousPromises:
 
 def rendezvous_of(producer: ModelFreeNode) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the params of a rendezvous at a producer: for the producer, and for the consumer."""
-    name = draw_rendezvous_name()
+    name = draw_offer_name()
     wish = {"do_remote_decode": True, "rendezvous": name}
     return wish, rendezvous_params(name, producer.scheduler.describe())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
+from kvferry.connector.p2p.params import draw_offer_name, rendezvous_params
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
 from kvferry.reference.demo.near_tie import assert_same_answer
 from tests.support.client import (
@@ -148,7 +148,7 @@ def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
 def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
     """Check that both nodes can be asked at once."""
     told = json.loads(prefill.get("/ready")[1])["kv_transfer_params"]
-    name = draw_rendezvous_name()
+    name = draw_offer_name()
     wish = {"do_remote_decode": True, "rendezvous": name}
     with ThreadPoolExecutor(1) as background:
         offered = background.submit(prefill.complete, prompt, max_tokens=1, kv_transfer_params=wish)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
+from kvferry.connector.p2p.params import draw_offer_name, rendezvous_params
 
 PROMPT = [3, *range(20, 79)]
 WAIT_S = 0.2
@@ -69,7 +69,7 @@ class Pair:
 def test_the_decode_node_reads_computed_blocks_early_and_answers_like_one_node(
     make_node: Any, drive: Any, assert_same: Any
 ) -> None:
-    pair, name = Pair(make_node, drive), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive), draw_offer_name()
     pair.ask_decode("d", name)
     drive(pair.decode, until=lambda: pair.decode.core.is_loading)
     pair.ask_prefill("p", name)
@@ -86,7 +86,7 @@ def test_the_decode_node_reads_computed_blocks_early_and_answers_like_one_node(
 def test_chunks_need_not_fit_the_other_nodes_blocks(
     block_size: int, make_node: Any, drive: Any, assert_same: Any
 ) -> None:
-    pair, name = Pair(make_node, drive, block_size=block_size), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive, block_size=block_size), draw_offer_name()
     pair.ask_decode("d", name)
     pair.ask_prefill("p", name)
     pair.drive(lambda: pair.decode.is_over("d"))
@@ -97,7 +97,7 @@ def test_chunks_need_not_fit_the_other_nodes_blocks(
 def test_blocks_that_cannot_be_paired_are_an_error_that_names_the_field(
     make_node: Any, drive: Any, assert_same: Any, policy: str
 ) -> None:
-    pair, name = Pair(make_node, drive, policy, block_size=6), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive, policy, block_size=6), draw_offer_name()
     pair.ask_prefill("p", name)
     pair.ask_decode("d", name)
     pair.drive(lambda: pair.decode.is_over("d"))
@@ -110,7 +110,7 @@ def test_a_prefill_that_never_comes_ends_by_policy(
 ) -> None:
     pair = Pair(make_node, drive, policy)
     with caplog.at_level(logging.WARNING):
-        pair.ask_decode("d", draw_rendezvous_name())
+        pair.ask_decode("d", draw_offer_name())
         pair.ended_by(policy, "d", assert_same)
     assert "denied the claim of rendezvous" in caplog.text
     assert "did the router send the prefill request to this node?" in caplog.text
@@ -123,7 +123,7 @@ def test_halves_that_reach_the_wrong_nodes_end_by_policy(
     make_node: Any, drive: Any, assert_same: Any, policy: str
 ) -> None:
     """The decode request names one prefill node, and the prefill request went to another."""
-    pair, name = Pair(make_node, drive, policy), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive, policy), draw_offer_name()
     extra = {"kv_connector_extra_config": {"lease_s": 1.0}}
     other = make_node(connector="inproc", role="kv_producer", options=extra)
     other.add("p", PROMPT, max_tokens=1, kv_transfer_params={"do_remote_decode": True, "rendezvous": name})
@@ -136,7 +136,7 @@ def test_halves_that_reach_the_wrong_nodes_end_by_policy(
 def test_a_prefill_that_is_aborted_ends_by_policy(
     when: str, make_node: Any, drive: Any, assert_same: Any, policy: str
 ) -> None:
-    pair, name = Pair(make_node, drive, policy), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive, policy), draw_offer_name()
     pair.ask_prefill("p", name)
     if when == "during":
         pair.prefill.step()
@@ -148,7 +148,7 @@ def test_a_prefill_that_is_aborted_ends_by_policy(
 
 @pytest.mark.parametrize("when", ["before the request", "before the claim", "during"])
 def test_a_decode_request_that_is_aborted_frees_both_nodes(when: str, make_node: Any, drive: Any) -> None:
-    pair, name = Pair(make_node, drive), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive), draw_offer_name()
     if when != "before the request":
         pair.ask_prefill("p", name)
     pair.ask_decode("d", name)
@@ -166,7 +166,7 @@ def test_a_decode_request_that_is_aborted_frees_both_nodes(when: str, make_node:
 def test_halves_with_unlike_prompts_are_not_mixed_up(
     make_node: Any, drive: Any, assert_same: Any, policy: str
 ) -> None:
-    pair, name = Pair(make_node, drive, policy), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive, policy), draw_offer_name()
     pair.ask_prefill("p", name, [9, *PROMPT[1:]])
     pair.ask_decode("d", name)
     pair.drive(lambda: pair.decode.is_over("d"))
@@ -177,7 +177,7 @@ def test_halves_with_unlike_prompts_are_not_mixed_up(
 def test_a_restarted_producer_ends_by_policy(
     make_node: Any, drive: Any, assert_same: Any, policy: str
 ) -> None:
-    pair, name = Pair(make_node, drive, policy), draw_rendezvous_name()
+    pair, name = Pair(make_node, drive, policy), draw_offer_name()
     pair.ask_prefill("p", name)
     pair.ask_decode("d", name, remote_epoch="5")
     pair.prefill.abort("p")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
+from kvferry.connector.p2p.params import draw_offer_name, rendezvous_params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,7 +28,7 @@ class Meeting:
 
     def __init__(self, pair, tokens, where=None):
         self._pair, self._tokens = pair, tokens
-        self.name = draw_rendezvous_name()
+        self.name = draw_offer_name()
         # Any earlier answer says where the prefill node can be reached.
         self.params = rendezvous_params(self.name, where or pair.prefilled([7] * 40))
         assert self.params is not None

@@ -8,7 +8,7 @@ from itertools import repeat
 
 import pytest
 
-from kvferry.connector.p2p.params import draw_rendezvous_name, rendezvous_params
+from kvferry.connector.p2p.params import draw_offer_name, rendezvous_params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -106,7 +106,7 @@ def _hand_over_at_once(pair, prompts):
     offer = pair.prefilled([7] * 40)  # says where the prefill node is
     names = [(next(pair.names), next(pair.names)) for _ in prompts]
     for tokens, (here, there) in zip(prompts, names, strict=True):
-        name = draw_rendezvous_name()
+        name = draw_offer_name()
         claim = {**rendezvous_params(name, offer), "offer_answer": False}
         pair.decode.start(there, tokens, 8, claim)
         pair.prefill.start(here, tokens, 1, {"do_remote_decode": True, "rendezvous": name})
