@@ -361,7 +361,7 @@ def prefill_chunk_of(told: Mapping[str, Any]) -> int:
 
 
 def draw_offer_name() -> str:
-    """Draw a name of 128 random bits. Whoever knows the name of a rendezvous may claim its offer."""
+    """Draw a name of 128 random bits. Whoever knows it may claim the offer."""
     while not _RENDEZVOUS_NAME.fullmatch(name := secrets.token_hex(16)):
         pass
     return name
