@@ -171,6 +171,12 @@ soak-losses: $(READY) $(VLLM_READY) build/nixl ## kill and freeze nodes under lo
 		-m "" -s $(TEST_ARGS)
 	KVFERRY_LOSSES=$(LOSSES) $(VLLM_BIN)/python -m pytest tests/vllm/test_moved_answers.py -m "" -s $(TEST_ARGS)
 
+# A seed is one schedule of a few nodes; NODES is one large fleet instead, whose requests are like those of TRACE.
+.PHONY: simulate
+simulate: $(READY) ## run the whole stack in virtual time under faults: SEED=7, or NODES=1000 REQUESTS=100000 TRACE=FILE
+	$(BIN)/python -m tests.support.stack_simulator $(if $(SEED),--seed $(SEED)) \
+		$(if $(NODES),--nodes $(NODES) --requests $(or $(REQUESTS),10000)) $(if $(TRACE),--trace $(TRACE))
+
 .PHONY: test-docker
 test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker, or Buildah and root)
 	docker/build.sh $(DOCKER_TARGET) $(DOCKER_BUILD_ARGS)

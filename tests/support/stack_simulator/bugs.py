@@ -1,0 +1,188 @@
+"""Bugs as they happen in the field, each as the parts of a fleet with exactly one thing broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.events import ClearGuard, LoadEnded, StartRead
+from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.connector.p2p.outcomes import Outcomes
+from kvferry.connector.p2p.scheduler import HandoffScheduler
+from kvferry.router import exchange as does
+from kvferry.router.exchange import Exchange
+from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
+from kvferry.runner_mixin.kv_cache.block_hash import HashableRequest
+
+from .network import Read, SimulatedEndpoint
+from .node import BLOCK_SIZE, Parts
+
+
+class FreesBeforeRelease(KVCacheManager):
+    """An offered block is free as soon as its request has ended."""
+
+    def pin(self, request_id: str) -> None:
+        self._pinned[request_id] = ()  # type: ignore[assignment]
+
+
+class NeverClears(ProducerProtocol):
+    def _end(self, *args: Any, **more: Any) -> Any:
+        return [action for action in super()._end(*args, **more) if not isinstance(action, ClearGuard)]
+
+
+class NeverExpires(ProducerProtocol):
+    """The heartbeats of a consumer that is gone are missed by nobody."""
+
+    def advance(self, now: float) -> Any:
+        return []
+
+    def next_deadline(self) -> float:
+        return float("inf")
+
+
+class CountsWhatIsNotComputed(ProducerProtocol):
+    """An early offer names a block of which the prompt is not computed yet."""
+
+    def open(
+        self, request_id: str, lease: int, block_ids: Any, num_tokens: int, num_ready: int, *what: Any
+    ) -> Any:
+        num_ready = min(num_tokens, num_ready + BLOCK_SIZE)
+        return super().open(request_id, lease, block_ids, num_tokens, num_ready, *what)
+
+
+class ForgetsWhatItAnnounced(ProducerProtocol):
+    def withdraw(self, lease: int) -> Any:
+        return []
+
+
+class DropsInSilence(ConsumerProtocol):
+    """A request that is aborted while it loads tells its peer nothing."""
+
+    def drop(self, request_id: str, now: float) -> Any:
+        return []
+
+
+class ReportsBeforeTheReadEnded(ConsumerProtocol):
+    def _end(self, load: Any, verdict: Any) -> Any:
+        return self._report(load, verdict)
+
+
+class AcceptsStaleBytes(ConsumerProtocol):
+    """The generation of what was read is not checked."""
+
+    def read_ended(self, read: StartRead, error: Any, now: float) -> Any:
+        return super().read_ended(read, None, now)
+
+
+class ForgetsLoadsOfLostPeers(ConsumerProtocol):
+    def _fail_peer(self, *args: Any) -> Any:
+        return [action for action in super()._fail_peer(*args) if not isinstance(action, LoadEnded)]
+
+
+class NeverGivesUp(ConsumerProtocol):
+    def _time_out(self, load: Any, part: Any, now: float) -> Any:
+        part.deadline = float("inf")
+        return []
+
+
+class SwallowsFailures(Outcomes):
+    """A load that failed is reported as one that has arrived."""
+
+    def load_ended(self, ended: LoadEnded, now: float) -> None:
+        if ended.outcome == "failed":
+            ended = replace(ended, outcome="loaded", error=None)
+        super().load_ended(ended, now)
+
+
+class SwapsTheGroups(HandoffScheduler):
+    """Loads into the block table of another group."""
+
+    def update_state_after_alloc(
+        self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, [*block_ids][::-1], num_external_tokens)
+
+
+class PairsByPosition(SimulatedEndpoint):
+    """Pairs the regions of both sides by their place in a list that one side has in another order."""
+
+    def _copy(self, read: Read, first: int, end: int) -> None:
+        rows = read.pairs.table[first:end].tolist()
+        for (local, _, size), (_, remote, _) in zip(rows, rows[::-1], strict=True):
+            self.pool[local : local + size] = read.owner.pool[remote : remote + size]
+
+
+def _hash_without_beginning(request: HashableRequest) -> Any:
+    """Hash each block by itself, as if two prompts with one block in common had the same before it."""
+    whole = get_request_block_hasher(BLOCK_SIZE, sha256)
+    hashed, tokens, found = len(request.block_hashes), request.all_token_ids, []
+
+    class Alone:
+        def __init__(self, tokens: Sequence[int]) -> None:
+            self.all_token_ids, self.block_hashes = tokens, ()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(request, name)
+
+    for start in range(hashed * BLOCK_SIZE, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        found += whole(Alone(tokens[start : start + BLOCK_SIZE]))
+    return found
+
+
+class SendsTwice(Exchange):
+    def events_arrived(self, events: Any) -> Any:
+        actions = super().events_arrived(events)
+        return actions + [action for action in actions if isinstance(action, does.Send)]
+
+
+class MovesTwice(Exchange):
+    """Two nodes are asked to go on with an answer that moves."""
+
+    def _stopped(self, stop: Any) -> Any:
+        actions = super()._stopped(stop)
+        return actions + [action for action in actions if isinstance(action, does.ChooseDecode)]
+
+
+class LosesTheLastToken(Exchange):
+    """What came with the stop of a moving answer is not sent."""
+
+    _has_stopped = False
+
+    def _stopped(self, stop: Any) -> Any:
+        self._has_stopped = True
+        return super()._stopped(stop)
+
+    def events_arrived(self, events: Any) -> Any:
+        self._has_stopped = False
+        actions = super().events_arrived(events)
+        return [each for each in actions if not (self._has_stopped and isinstance(each, does.Send))]
+
+
+class EndsTwice(Exchange):
+    def decode_ended(self) -> Any:
+        return [*super().decode_ended(), does.End()]
+
+
+#: Name of a bug → the fleet that has it.
+BUGS: Mapping[str, Parts] = {
+    "free before release": Parts(manager=FreesBeforeRelease),
+    "guard never cleared": Parts(producer=NeverClears),
+    "lost heartbeat": Parts(producer=NeverExpires),
+    "offer of what is not computed": Parts(producer=CountsWhatIsNotComputed),
+    "withdrawn offer kept": Parts(producer=ForgetsWhatItAnnounced),
+    "abort that forgets the peer": Parts(consumer=DropsInSilence),
+    "completion before the last byte": Parts(consumer=ReportsBeforeTheReadEnded),
+    "missing generation check": Parts(consumer=AcceptsStaleBytes),
+    "loads of a lost peer forgotten": Parts(consumer=ForgetsLoadsOfLostPeers),
+    "wait without a deadline": Parts(consumer=NeverGivesUp),
+    "swallowed failure": Parts(outcomes=SwallowsFailures),
+    "wrong group's table": Parts(half=SwapsTheGroups),
+    "pairing by position": Parts(endpoint=PairsByPosition),
+    "stale prefix hash": Parts(hasher=_hash_without_beginning),
+    "token sent twice": Parts(exchange=SendsTwice),
+    "double move of an answer": Parts(exchange=MovesTwice),
+    "last token of a move lost": Parts(exchange=LosesTheLastToken),
+    "end reported twice": Parts(exchange=EndsTwice),
+}
