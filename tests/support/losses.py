@@ -452,9 +452,10 @@ def lose_nodes(
     """
     drawn, report = random.Random(SEED), Report(kind)
     counted = Counted(fleet.nodes)
+    begun = counted.total  # servers may have answered earlier tests
     warm_up = _loaded(fleet, questions, lambda load: load.await_answers(WARM_UP * NUM_CLIENTS))
     wait_until(lambda: not any(held_by(node.process) for node in fleet.nodes), QUIET_S)
-    usual = (counted.total - _prompts(warm_up.values())) / len(warm_up)
+    usual = (counted.total - begun - _prompts(warm_up.values())) / len(warm_up)
     offset, started = counted.total, len(fleet.log.read_text())
     everything = (*fleet.nodes, fleet.router)
     before = {service.name: service.holdings() for service in everything}
