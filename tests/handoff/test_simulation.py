@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -14,10 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvferry.connector.handoff.consumer import ConsumerProtocol
-from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
-from kvferry.connector.handoff.loads import Verdict
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.transports.regions import Guard
 from tests.support.handoff_simulator import (
     PromiseBroken,
     Simulation,
@@ -25,7 +21,18 @@ from tests.support.handoff_simulator import (
     explore,
     explore_without_faults,
 )
-from tests.support.handoff_simulator.simulated import BLOCK_SIZE
+from tests.support.handoff_simulator.planted import (
+    PLANTED,
+    WRONG_BYTES,
+    DeliversToTheFirstRank,
+    ExpectsOneGuardValue,
+    ForgetsClaimsThatCameFirst,
+    ForgetsProgressWhileItReads,
+    Planted,
+    ReleasesTheFirstRankOnly,
+    ReportsWithTheFirstPart,
+    UsesOneGuardValue,
+)
 
 
 def test_promises_hold_in_thousands_of_schedules() -> None:
@@ -246,136 +253,6 @@ TestAnySchedule.settings = settings(
 # -- planted bugs: each must be found ---------------------------------------------------------------
 
 
-ONE_VALUE = 2**62
-
-
-class FreesBeforeItClears(ProducerProtocol):
-    def _end(self, *args, **kwargs):
-        return super()._end(*args, **kwargs)[::-1]
-
-
-class NeverClears(ProducerProtocol):
-    def _end(self, *args, **kwargs):
-        return [action for action in super()._end(*args, **kwargs) if not isinstance(action, ClearGuard)]
-
-
-class NeverExpires(ProducerProtocol):
-    def advance(self, now):
-        return []
-
-    def next_deadline(self):
-        return float("inf")
-
-
-class UsesOneGuardValue(ProducerProtocol):
-    def _make(self, offer):
-        return [
-            replace(action, value=ONE_VALUE) if isinstance(action, SetGuard) else action
-            for action in super()._make(offer)
-        ]
-
-
-class ExpectsOneGuardValue(ConsumerProtocol):
-    def _start(self, *args):
-        (read,) = super()._start(*args)
-        return [replace(read, guard=Guard(read.guard.index, ONE_VALUE))]
-
-
-class ReportsTwice(ConsumerProtocol):
-    def read_ended(self, *args):
-        actions = super().read_ended(*args)
-        return actions + [action for action in actions if isinstance(action, LoadEnded)]
-
-
-class ReportsBeforeTheReadEnded(ConsumerProtocol):
-    def _end(self, load, verdict):
-        return self._report(load, verdict)
-
-
-class AcceptsStaleBytes(ConsumerProtocol):
-    def read_ended(self, read, error, now):
-        return super().read_ended(read, None, now)
-
-
-class ForgetsLoadsOfLostPeers(ConsumerProtocol):
-    def _fail_peer(self, *args):
-        return [action for action in super()._fail_peer(*args) if not isinstance(action, LoadEnded)]
-
-
-class NeverGivesUp(ConsumerProtocol):
-    def _time_out(self, load, part, now):
-        part.deadline = float("inf")
-        return []
-
-
-class CountsWhatIsNotComputed(ProducerProtocol):
-    def open(self, request_id, lease, block_ids, num_tokens, num_ready, *what):
-        num_ready = min(num_tokens, num_ready + BLOCK_SIZE)
-        return super().open(request_id, lease, block_ids, num_tokens, num_ready, *what)
-
-
-class ReadsWhateverIsGranted(ConsumerProtocol):
-    def _granted(self, load, part, grant, now):
-        return super()._granted(load, part, replace(grant, content=load.offer.content), now)
-
-
-class ForgetsWhatItAnnounced(ProducerProtocol):
-    def withdraw(self, lease):
-        return []
-
-
-class AwaitsRequestsForever(ProducerProtocol):
-    def _give_up_waiting(self, offer):
-        offer.await_request(offer.deadline + 30.0)
-        return []
-
-
-class ReportsWithTheFirstPart(ConsumerProtocol):
-    """This bug is invisible between nodes with one rank."""
-
-    def read_ended(self, read, error, now):
-        actions = super().read_ended(read, error, now)
-        load = self._loads.get(read.request_id)
-        return actions if load is None or error else self._report(load, Verdict("loaded"))
-
-
-class DeliversToTheFirstRank(ProducerProtocol):
-    def _end_if_done(self, held, why_not):
-        return self._end(held, "delivered", "was delivered")
-
-
-class KeepsOffersOfOtherWeights(ProducerProtocol):
-    """Its consumers compared digests when they connected, and stay connected."""
-
-    def begin_anew(self, identity, why):
-        return []
-
-
-class KeepsLoadsOfOtherWeights(ConsumerProtocol):
-    def begin_anew(self, identity, error):
-        return []
-
-
-class ForgetsClaimsThatCameFirst(ProducerProtocol):
-    """A claim that reaches a rank before its request."""
-
-    def announce(self, request_id, lease, name="", now=0.0):
-        self._offers.pop(lease, None)
-        return super().announce(request_id, lease, name, now)
-
-
-class ForgetsProgressWhileItReads(ConsumerProtocol):
-    def _progressed(self, load, part, progress, now):
-        return [] if load.num_reads else super()._progressed(load, part, progress, now)
-
-
-class ReleasesTheFirstRankOnly(ConsumerProtocol):
-    def _release_all(self, load, *, delivered):
-        for part in load.parts[1:]:
-            load.forgive(part)
-        return super()._release_all(load, delivered=delivered)
-
-
 def first_broken_promise(
     producer: type[ProducerProtocol],
     consumer: type[ConsumerProtocol],
@@ -391,60 +268,10 @@ def first_broken_promise(
     return "none"
 
 
-FREED_TOO_EARLY = "the guard is cleared before blocks can be reused"
-WRONG_BYTES = "loaded bytes are the offered ones"
-
-
-@pytest.mark.parametrize(
-    ("producer", "consumer", "checks_after_copy", "promise"),
-    [
-        pytest.param(
-            FreesBeforeItClears, ConsumerProtocol, True, FREED_TOO_EARLY, id="guard-cleared-after-free"
-        ),
-        pytest.param(NeverClears, ConsumerProtocol, True, FREED_TOO_EARLY, id="guard-never-cleared"),
-        pytest.param(NeverExpires, ConsumerProtocol, True, "every offer", id="lease-never-expires"),
-        pytest.param(
-            ProducerProtocol, ConsumerProtocol, False, WRONG_BYTES, id="guard-checked-before-the-copy"
-        ),
-        pytest.param(ProducerProtocol, AcceptsStaleBytes, True, WRONG_BYTES, id="stale-bytes-accepted"),
-        pytest.param(ProducerProtocol, ReportsTwice, True, "reported once", id="load-reported-twice"),
-        pytest.param(
-            ProducerProtocol,
-            ReportsBeforeTheReadEnded,
-            True,
-            "nothing writes",
-            id="load-reported-while-reading",
-        ),
-        pytest.param(
-            ProducerProtocol,
-            ForgetsLoadsOfLostPeers,
-            True,
-            "every offer and every load",
-            id="lost-load-forgotten",
-        ),
-        pytest.param(
-            CountsWhatIsNotComputed, ConsumerProtocol, True, WRONG_BYTES, id="not-computed-is-ready"
-        ),
-        pytest.param(ProducerProtocol, NeverGivesUp, True, "something still waits", id="waits-forever"),
-        pytest.param(
-            AwaitsRequestsForever, ConsumerProtocol, True, "something still waits", id="awaits-forever"
-        ),
-        pytest.param(
-            ProducerProtocol, ReadsWhateverIsGranted, True, "the same prompt", id="content-not-compared"
-        ),
-        pytest.param(
-            ForgetsWhatItAnnounced, ConsumerProtocol, True, "something still waits", id="announced-forever"
-        ),
-        pytest.param(
-            KeepsOffersOfOtherWeights, ConsumerProtocol, True, "the same weights", id="offers-outlive-weights"
-        ),
-        pytest.param(
-            ProducerProtocol, KeepsLoadsOfOtherWeights, True, "the same weights", id="loads-outlive-weights"
-        ),
-    ],
-)
-def test_a_planted_bug_is_found(producer, consumer, checks_after_copy, promise) -> None:
-    assert promise in first_broken_promise(producer, consumer, checks_after_copy)
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_a_planted_bug_is_found(planted: Planted) -> None:
+    found = first_broken_promise(planted.producer, planted.consumer, planted.checks_after_copy)
+    assert planted.promise in found
 
 
 @pytest.mark.parametrize(

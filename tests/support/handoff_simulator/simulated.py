@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -210,6 +211,7 @@ class SimulatedEngine:
         self.free_blocks.extend(block_ids)
 
 
+@cache
 def simulated_layout(spread: Spread, rank: int, *, is_uniform: bool) -> KVLayout:
     """The layout of one rank's layers: uniform, or one pool part per layer."""
     heads = spread.heads(rank)

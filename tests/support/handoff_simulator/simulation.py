@@ -43,7 +43,6 @@ from .simulated import (
     NUM_LAYERS,
     Bytes,
     OfferName,
-    Order,
     PromiseBroken,
     SimulatedEngine,
     SimulatedLoad,
@@ -56,6 +55,7 @@ from .world import SimulatedWorld
 
 _CONFIG = HandoffConfig(load_wait_s=60.0)
 _ALIKE = (Spread(), Spread(), Spread())
+_ADDRESSES = ("sim://a", "sim://b", "sim://c")
 #: The first of three numbers that make `Simulation.offer` open an offer early, of one to three blocks.
 _EARLY = 42
 #: Longest time, in virtual seconds, until everything has ended after the last order.
@@ -63,12 +63,13 @@ _LONGEST_WAIT_S = 200.0
 
 
 class Simulation(SimulatedWorld):
-    """Three engines, each producer and consumer, and everything between them. The third keeps its layers apart.
+    """Engines, each producer and consumer, and everything between them. The one at `sim://c` keeps its layers apart.
 
     Args:
         producer_class, consumer_class: The protocols under test.
         checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
         spreads: How each engine's model is spread over ranks.
+        addresses: Of the engines. The one at `sim://b` is still to be upgraded.
     """
 
     def __init__(
@@ -77,19 +78,37 @@ class Simulation(SimulatedWorld):
         consumer_class: type[ConsumerProtocol] = ConsumerProtocol,
         checks_after_copy: bool = True,
         spreads: Sequence[Spread] = _ALIKE,
+        addresses: Sequence[str] = _ADDRESSES,
+        config: HandoffConfig = _CONFIG,
     ) -> None:
         super().__init__(checks_after_copy)
         self.outcomes: Counter[str] = Counter()
         self._classes = (producer_class, consumer_class)
+        self._config = config
         self._contents: dict[OfferName, list[Bytes]] = {}
         # Digests of the ranks that computed it.
         self._weights: defaultdict[OfferName, set[str]] = defaultdict(set)
-        self._made: list[RemoteOffer] = []
+        self.made: list[RemoteOffer] = []
         # Rendezvous that were claimed, and whose request may still come.
         self._meetings: list[RemoteOffer] = []
         self._loaded: defaultdict[OfferName, set[tuple[str, int]]] = defaultdict(set)
-        for address, spread in zip(("sim://a", "sim://b", "sim://c"), spreads, strict=True):
+        for address, spread in zip(addresses, spreads, strict=True):
             self.engines[address] = self._new_engine(address, spread)
+
+    # -- what there is to choose from ------------------------------------------------------------------
+
+    @property
+    def num_made(self) -> int:
+        """Offers that were made so far, by any engine."""
+        return len(self.made)
+
+    def is_awaited(self, which: int, num_blocks: int) -> bool:
+        """Whether `offer` with these arguments makes the offer of a rendezvous that a request waits for."""
+        return bool(self._fitting(self._pick_engine(which), 1 + num_blocks % 3))
+
+    def is_computing(self, which: int) -> bool:
+        """Whether an engine computes a prompt that it offers."""
+        return self._pick_open(self._pick_engine(which), 0) is not None
 
     # -- operations: each picks its subject by a number, and does nothing if there is none -----------
 
@@ -105,19 +124,18 @@ class Simulation(SimulatedWorld):
         if not block_ids:
             return
         # Names repeat from one start of a node to the next: only the epoch tells them apart.
-        number = 1 + sum(made.epoch == engine.epoch for made in self._made)
+        number = 1 + sum(made.epoch == engine.epoch for made in self.made)
         request_id = f"prefill-{number}"
         meeting = self._take_meeting(engine, len(block_ids))
         offer = self._named(engine, request_id, number, len(block_ids))
         if meeting is not None:  # perhaps of another prompt than its consumer's
             named = self._named(engine, meeting.request_id, meeting.lease, len(block_ids))
             offer = replace(named, is_rendezvous=True)
-        self._made.append(offer)
+        self.made.append(offer)
         lease = offer.lease
         for rank in engine.living_ranks:
-            announce = self._announcing(
-                rank, request_id, lease, "" if meeting is None else meeting.request_id
-            )
+            name = "" if meeting is None else meeting.request_id
+            announce = partial(self._announce, rank, request_id, lease, name)
             if meeting is None:
                 # Every rank learns of a request before it computes any of it, so before a consumer can know the number.
                 self.do(rank, announce())
@@ -133,8 +151,8 @@ class Simulation(SimulatedWorld):
         made = SimulatedOffer(lease, offer.content, number, block_ids, num_ready, is_finished)
         self._order_offer(engine, request_id, made)
 
-    def _announcing(self, rank: SimulatedRank, request_id: str, lease: int, name: str) -> Order:
-        return lambda: rank.protocol.producer.announce(request_id, lease, name, self.now)
+    def _announce(self, rank: SimulatedRank, request_id: str, lease: int, name: str) -> list[Action]:
+        return rank.protocol.producer.announce(request_id, lease, name, self.now)
 
     def meet(self, which: int, producer: int, num_blocks: int) -> None:
         """Have a router name an offer that is still to be made, and a request that loads it arrive.
@@ -142,7 +160,7 @@ class Simulation(SimulatedWorld):
         The request that makes it arrives with one of the next offers of that producer, or never.
         """
         engine = self._pick_engine(producer)
-        number = self.next_number()
+        number = self.next_number("meeting")
         # Every other number: a claim of the next one, as `claim` may make, is of no rendezvous.
         named = self._named(engine, f"meeting-{number}", 2**40 + 2 * number, 1 + num_blocks % 3)
         self._meetings.append(replace(named, is_rendezvous=True))
@@ -155,15 +173,18 @@ class Simulation(SimulatedWorld):
 
     def _take_meeting(self, engine: SimulatedEngine, num_blocks: int) -> RemoteOffer | None:
         """Take a rendezvous that the router may have sent an offer of this many blocks to, rightly or not."""
-        fitting = [
-            meeting
-            for meeting in self._meetings
-            if meeting.epoch == engine.epoch and meeting.num_tokens <= num_blocks * BLOCK_SIZE
-        ]
+        fitting = self._fitting(engine, num_blocks)
         if not fitting:
             return None
         self._meetings.remove(fitting[0])
         return fitting[0]
+
+    def _fitting(self, engine: SimulatedEngine, num_blocks: int) -> list[RemoteOffer]:
+        return [
+            meeting
+            for meeting in self._meetings
+            if meeting.epoch == engine.epoch and meeting.num_tokens <= num_blocks * BLOCK_SIZE
+        ]
 
     def _named(self, engine: SimulatedEngine, name: str, lease: int, num_blocks: int) -> RemoteOffer:
         addresses = tuple(f"{engine.address}/{rank.number}" for rank in engine.ranks)
@@ -172,30 +193,32 @@ class Simulation(SimulatedWorld):
         return RemoteOffer(engine.address, engine.epoch, name, lease, addresses, tokens, (), content)
 
     def _order_offer(self, engine: SimulatedEngine, request_id: str, offer: SimulatedOffer) -> None:
-        generator = np.random.default_rng(self.next_number())
+        generator = np.random.default_rng(self.next_number("content"))
         shape = (NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)
         contents = [generator.integers(0, 255, shape, dtype=np.uint8) for _ in offer.block_ids]
         engine.offers[request_id] = offer
         self._contents[engine.address, engine.epoch, offer.lease] = contents
         for rank in engine.living_ranks:
-            rank.orders.append(self._offering(rank, request_id, offer))
+            so_far = (offer.num_ready, _table_so_far(offer), offer.is_finished)
+            rank.orders.append(partial(self._make_offer, rank, request_id, offer, *so_far))
 
-    def _offering(self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer) -> Order:
+    def _make_offer(
+        self,
+        rank: SimulatedRank,
+        request_id: str,
+        offer: SimulatedOffer,
+        num_ready: int,
+        table: tuple[int, ...],
+        is_finished: bool,
+    ) -> list[Action]:
         producer, num_tokens = rank.protocol.producer, len(offer.block_ids) * BLOCK_SIZE
         lease, what = offer.lease, (offer.content, offer.guard_value)
-        num_ready, table, is_finished = offer.num_ready, _table_so_far(offer), offer.is_finished
-
-        def make() -> list[Action]:
-            self._fill(rank, offer, slice(num_ready))
-            if not is_finished:
-                return producer.open(request_id, lease, (table,), num_tokens, num_ready * BLOCK_SIZE, *what)
-            self._close(rank, request_id, offer)
-            is_answer = lease % 4 == 0  # another lease, the same promises
-            return producer.offer(
-                request_id, lease, (table,), num_tokens, self.now, *what, is_answer=is_answer
-            )
-
-        return make
+        self._fill(rank, offer, slice(num_ready))
+        if not is_finished:
+            return producer.open(request_id, lease, (table,), num_tokens, num_ready * BLOCK_SIZE, *what)
+        self._close(rank, request_id, offer)
+        is_answer = lease % 4 == 0  # another lease, the same promises
+        return producer.offer(request_id, lease, (table,), num_tokens, self.now, *what, is_answer=is_answer)
 
     def compute(self, which: int, offer: int) -> None:
         """Have a producer compute one more block of a prompt, perhaps the last."""
@@ -205,20 +228,24 @@ class Simulation(SimulatedWorld):
             held.num_ready += 1
             held.is_finished = held.num_ready == len(held.block_ids)
             for rank in engine.living_ranks:
-                rank.orders.append(self._extending(rank, request_id, held))
+                so_far = (held.num_ready, _table_so_far(held), held.is_finished)
+                rank.orders.append(partial(self._extend, rank, request_id, held, *so_far))
 
-    def _extending(self, rank: SimulatedRank, request_id: str, held: SimulatedOffer) -> Order:
-        producer, table, num_ready = rank.protocol.producer, _table_so_far(held), held.num_ready
-        computed, is_finished = slice(num_ready - 1, num_ready), held.is_finished
-
-        def extend() -> list[Action]:
-            self._fill(rank, held, computed)
-            if not is_finished:
-                return producer.extend(request_id, (table,), num_ready * BLOCK_SIZE)
-            self._close(rank, request_id, held)
-            return producer.complete(request_id, (table,), self.now)
-
-        return extend
+    def _extend(
+        self,
+        rank: SimulatedRank,
+        request_id: str,
+        held: SimulatedOffer,
+        num_ready: int,
+        table: tuple[int, ...],
+        is_finished: bool,
+    ) -> list[Action]:
+        producer = rank.protocol.producer
+        self._fill(rank, held, slice(num_ready - 1, num_ready))
+        if not is_finished:
+            return producer.extend(request_id, (table,), num_ready * BLOCK_SIZE)
+        self._close(rank, request_id, held)
+        return producer.complete(request_id, (table,), self.now)
 
     def _fill(self, rank: SimulatedRank, offer: SimulatedOffer, computed: slice) -> None:
         name = (rank.engine.address, rank.engine.epoch, offer.lease)
@@ -238,20 +265,15 @@ class Simulation(SimulatedWorld):
             del engine.offers[request_id]
             engine.preempted.add(request_id)
             for rank in engine.living_ranks:
-                rank.orders.append(self._taking_back(rank, request_id, held))
+                rank.orders.append(partial(self._take_back, rank, request_id, held))
             # What is ordered with these blocks from now on, each rank carries out after it has ended the offer.
             engine.free_blocks.extend(held.block_ids)
 
-    def _taking_back(self, rank: SimulatedRank, request_id: str, held: SimulatedOffer) -> Order:
-        def take_back() -> list[Action]:
-            self.do(rank, rank.protocol.producer.abort(request_id, self.now))
-            self.require(
-                held.guard_value not in rank.guards, "the guard is cleared before blocks can be reused"
-            )
-            rank.scribble(held.block_ids, 253)
-            return []
-
-        return take_back
+    def _take_back(self, rank: SimulatedRank, request_id: str, held: SimulatedOffer) -> list[Action]:
+        self.do(rank, rank.protocol.producer.abort(request_id, self.now))
+        self.require(held.guard_value not in rank.guards, "the guard is cleared before blocks can be reused")
+        rank.scribble(held.block_ids, 253)
+        return []
 
     def carry_out(self, which: int) -> None:
         """Have a rank carry out its scheduler's oldest order."""
@@ -267,19 +289,16 @@ class Simulation(SimulatedWorld):
             held = engine.offers[request_id]
             held.is_finished = True
             for rank in engine.living_ranks:
-                rank.orders.append(self._aborting(rank, request_id, held))
+                rank.orders.append(partial(self._abort, rank, request_id, held))
 
-    def _aborting(self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer) -> Order:
-        def abort() -> list[Action]:
-            self._close(rank, request_id, offer)
-            return rank.protocol.producer.abort(request_id, self.now)
-
-        return abort
+    def _abort(self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer) -> list[Action]:
+        self._close(rank, request_id, offer)
+        return rank.protocol.producer.abort(request_id, self.now)
 
     def give_up(self, which: int, offer: int) -> None:
         """Have a router say that no consumer will come for an offer, rightly or not."""
-        if self._made:
-            named = self._made[-1 - offer % min(len(self._made), 6)]
+        if self.made:
+            named = self.made[-1 - offer % min(len(self.made), 6)]
             engine = self.engines[named.engine_id]
             for rank in engine.living_ranks:
                 give_up = rank.protocol.producer.give_up
@@ -287,9 +306,9 @@ class Simulation(SimulatedWorld):
 
     def claim(self, which: int, offer: int, change: int) -> None:
         """Have a request arrive that names an offer, a current or an old one, sometimes with tampered params."""
-        if not self._made:
+        if not self.made:
             return
-        named = self._made[-1 - offer % min(len(self._made), 6)]
+        named = self.made[-1 - offer % min(len(self.made), 6)]
         tampered = {
             1: replace(named, lease=named.lease + 1),
             2: replace(named, epoch=named.epoch + 1),
@@ -305,13 +324,13 @@ class Simulation(SimulatedWorld):
 
     def _claim(self, which: int, named: RemoteOffer) -> None:
         engine = self._pick_engine(which)
-        request_id = f"decode-{self.next_number()}"
+        request_id = f"decode-{self.next_number('claim')}"
         engine.claims[request_id] = named
         for rank in engine.living_ranks:
-            rank.orders.append(self._claiming(rank, request_id, named))
+            rank.orders.append(partial(self._claim_at, rank, request_id, named))
 
-    def _claiming(self, rank: SimulatedRank, request_id: str, named: RemoteOffer) -> Order:
-        return lambda: rank.protocol.consumer.claim(request_id, named, self.now)
+    def _claim_at(self, rank: SimulatedRank, request_id: str, named: RemoteOffer) -> list[Action]:
+        return rank.protocol.consumer.claim(request_id, named, self.now)
 
     def load(self, which: int, request: int, first_block_index: int) -> None:
         """Give blocks to a request that has claimed."""
@@ -330,10 +349,10 @@ class Simulation(SimulatedWorld):
         engine.loads[request_id] = SimulatedLoad(name, offer.content, first, block_ids)
         blocks = (GroupBlocks(first, block_ids),)
         for rank in engine.ranks:
-            rank.orders.append(self._loading(rank, request_id, blocks))
+            rank.orders.append(partial(self._load_at, rank, request_id, blocks))
 
-    def _loading(self, rank: SimulatedRank, request_id: str, blocks: LocalBlocks) -> Order:
-        return lambda: rank.protocol.consumer.load(request_id, blocks, self.now)
+    def _load_at(self, rank: SimulatedRank, request_id: str, blocks: LocalBlocks) -> list[Action]:
+        return rank.protocol.consumer.load(request_id, blocks, self.now)
 
     def drop(self, which: int, request: int) -> None:
         """Abort a request, as its client may."""
@@ -343,10 +362,10 @@ class Simulation(SimulatedWorld):
             if request_id not in engine.loads:
                 del engine.claims[request_id]
             for rank in engine.living_ranks:
-                rank.orders.append(self._dropping(rank, request_id))
+                rank.orders.append(partial(self._drop_at, rank, request_id))
 
-    def _dropping(self, rank: SimulatedRank, request_id: str) -> Order:
-        return lambda: rank.protocol.consumer.drop(request_id, self.now)
+    def _drop_at(self, rank: SimulatedRank, request_id: str) -> list[Action]:
+        return rank.protocol.consumer.drop(request_id, self.now)
 
     def change_weights(self, which: int, weights: int) -> None:
         """Change what an engine computes. Each rank does so in its own time, after the orders that it already has."""
@@ -366,6 +385,15 @@ class Simulation(SimulatedWorld):
             self.die(rank)
         self.engines[old.address] = self._new_engine(old.address, old.spread)
 
+    def crash(self, which: int, is_mute: bool = False) -> None:
+        """Kill an engine. Nothing is at its address until `kill` starts another.
+
+        Args:
+            is_mute: As for `die`.
+        """
+        for rank in self._pick_engine(which).living_ranks:
+            self.die(rank, is_mute=is_mute)
+
     def kill_rank(self, which: int) -> None:
         """Kill one process of an engine. The others do not know yet, and live on."""
         self.die(self.ranks[which % len(self.ranks)])
@@ -384,12 +412,20 @@ class Simulation(SimulatedWorld):
 
     def finish(self) -> None:
         """Stop giving orders, let time pass, and check that everything ends and nothing is left."""
+        self.finish_orders()
+        self.wait_for_the_end()
+
+    def finish_orders(self) -> None:
+        """Restart what is down, and carry out everything that can be without time passing, apart from new requests."""
         for index, engine in enumerate(list(self.engines.values())):
             if engine.is_doomed:
                 self.kill(index)
             while self._pick_open(self._pick_engine(index), 0):
                 self.compute(index, 0)
         self.settle()
+
+    def wait_for_the_end(self) -> None:
+        """Let time pass, and check that everything ends and nothing is left."""
         end = self.now + _LONGEST_WAIT_S
         while (due := min(rank.protocol.next_deadline() for rank in self.ranks)) < math.inf:
             self.require(due <= end, f"something still waits after {_LONGEST_WAIT_S} s")
@@ -407,7 +443,7 @@ class Simulation(SimulatedWorld):
         Then no handoff waits for a deadline, such as the end of a lease: an order or a message ends it.
         """
         while self._is_busy():
-            before = self._counter, self.outcomes.total()
+            before = self._progress
             for index, engine in enumerate(self.engines.values()):
                 if sizes := [
                     meeting.num_tokens for meeting in self._meetings if meeting.epoch == engine.epoch
@@ -418,8 +454,12 @@ class Simulation(SimulatedWorld):
                 for number in range(len(engine.claims)):
                     self.load(index, number, 0)
             self.settle()
-            is_stuck = (self._counter, self.outcomes.total()) == before
-            self.require(not is_stuck, "no handoff waits for a deadline")
+            self.require(self._progress != before or not self._is_busy(), "no handoff waits for a deadline")
+
+    @property
+    def _progress(self) -> tuple[int, int]:
+        """Numbers of which one grows whenever an offer is made, or a handoff ends."""
+        return self._counters.total(), self.outcomes.total()
 
     def _is_busy(self) -> bool:
         engines = self.engines.values()
@@ -469,7 +509,7 @@ class Simulation(SimulatedWorld):
         if ended.outcome == "loaded":
             self._loaded[load.name].add((engine.address, rank.number))
             self.require(load.name in self._contents, "what was loaded had been offered")
-            made = {(offer.engine_id, offer.epoch, offer.lease): offer.content for offer in self._made}
+            made = {(offer.engine_id, offer.epoch, offer.lease): offer.content for offer in self.made}
             self.require(load.content == made[load.name], "what was loaded was computed from the same prompt")
             is_alike = self._weights[load.name] == {rank.identity.digest}
             self.require(is_alike, "what was loaded was computed with the same weights")
@@ -489,7 +529,7 @@ class Simulation(SimulatedWorld):
 
     def _new_engine(self, address: str, spread: Spread) -> SimulatedEngine:
         fields = _fields(weights=0)
-        engine = SimulatedEngine(address, self.next_number(), spread)
+        engine = SimulatedEngine(address, self.next_number("epoch"), spread)
         producer_class, consumer_class = self._classes
         for number in range(spread.num_ranks):
             layout = simulated_layout(spread, number, is_uniform=address != "sim://c")
@@ -498,8 +538,8 @@ class Simulation(SimulatedWorld):
                 # A node that is still to be upgraded.
                 identity = replace(identity, spoken=SPOKEN_VERSIONS[:-1])
             protocol = NodeProtocol(
-                producer_class(identity, _CONFIG, NUM_GUARDS),
-                consumer_class(identity, _CONFIG, number, spread.num_ranks),
+                producer_class(identity, self._config, NUM_GUARDS),
+                consumer_class(identity, self._config, number, spread.num_ranks),
             )
             pool = np.zeros(layout.pool_bytes, np.uint8)
             engine.ranks.append(SimulatedRank(engine, number, identity, protocol, pool))
@@ -561,7 +601,7 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
         lambda: simulation.sever(number()): 0.4,
     }
     _run(simulation, generator, operations, num_steps)
-    _checked(simulation, simulation.finish)
+    checked(simulation, simulation.finish)
 
 
 def explore_without_faults(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
@@ -595,8 +635,8 @@ def explore_without_faults(simulation: Simulation, seed: int, num_steps: int = 6
         lambda: simulation.copy(number()): 20 * busy,
     }
     _run(simulation, generator, operations, num_steps)
-    _checked(simulation, simulation.finish_at_once)
-    _checked(simulation, simulation.finish)
+    checked(simulation, simulation.finish_at_once)
+    checked(simulation, simulation.finish)
 
 
 def _run(
@@ -606,10 +646,15 @@ def _run(
     num_steps: int,
 ) -> None:
     for operation in generator.choices(list(operations), list(operations.values()), k=num_steps):
-        _checked(simulation, operation)
+        checked(simulation, operation)
 
 
-def _checked(simulation: Simulation, operation: Callable[[], object]) -> None:
+def checked(simulation: Simulation, operation: Callable[[], object]) -> None:
+    """Run an operation; a change of state that is in no table counts as a broken promise.
+
+    Raises:
+        PromiseBroken: a promise of the protocol does not hold.
+    """
     try:
         operation()
     except KVTransferStateError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 
 from kvferry.connector.handoff.events import (
     Action,
@@ -29,19 +29,27 @@ from kvferry.transports.errors import (
 
 from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, SimulatedRead
 
+#: Peer ids are above this and below 2**40, and no other number is: a program that compares two worlds can tell them apart.
+FIRST_PEER_ID = 10**9
+
 
 class SimulatedWorld(ABC):
     """Engines and everything between them.
 
     Args:
         checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
+
+    Attributes:
+        numbers_by_kind: Whether each kind of thing has numbers of its own, so that names do not tell what else there was.
     """
+
+    numbers_by_kind = False
 
     def __init__(self, checks_after_copy: bool) -> None:
         self.now = 0.0
         self.engines: dict[str, SimulatedEngine] = {}
         self._checks_after_copy = checks_after_copy
-        self._counter = 0
+        self._counters: Counter[str] = Counter()
 
     @abstractmethod
     def offer_ended(self, rank: SimulatedRank, ended: OfferEnded) -> None:
@@ -55,6 +63,36 @@ class SimulatedWorld(ABC):
     def ranks(self) -> list[SimulatedRank]:
         """All ranks that are alive."""
         return [rank for engine in self.engines.values() for rank in engine.living_ranks]
+
+    # -- what there is to choose from ------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Ranks with an order that they have not carried out."""
+        return sum(bool(rank.orders) for rank in self.ranks)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Ends of connections at which something waits to be delivered."""
+        return sum(bool(box) for rank in self.ranks for box in rank.inbox.values())
+
+    @property
+    def num_reads(self) -> int:
+        """Reads that are in progress."""
+        return sum(len(rank.reads) for rank in self.ranks)
+
+    def links(self) -> list[tuple[SimulatedRank, int]]:
+        """Connections, each by both of its ends."""
+        return [(rank, peer_id) for rank in self.ranks for peer_id in rank.links]
+
+    def has_messages(self, rank: SimulatedRank, peer_id: int) -> bool:
+        """Whether messages are in flight to this end of a connection."""
+        return any(isinstance(event, bytes) for event in rank.inbox[peer_id])
+
+    def deadlines(self) -> list[float]:
+        """When each rank, and each read that has not failed, has something to do."""
+        reads = [read.deadline for rank in self.ranks for read in rank.reads.values() if read.error is None]
+        return reads + [rank.protocol.next_deadline() for rank in self.ranks]
 
     # -- what must hold --------------------------------------------------------------------------------
 
@@ -148,23 +186,37 @@ class SimulatedWorld(ABC):
             self.do(rank, rank.protocol.advance(self.now))
             self.require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
 
-    def sever(self, which: int) -> None:
-        """Break a connection. Each end learns of it in its own time."""
-        linked = [(rank, peer_id) for rank in self.ranks for peer_id in rank.links]
-        if linked:
-            rank, peer_id = linked[which % len(linked)]
+    def sever(self, which: int, lost: int = 0) -> None:
+        """Break a connection. Each end learns of it in its own time.
+
+        Args:
+            lost: At which ends the messages in flight are lost, as bits. At the others they still arrive first.
+        """
+        if links := self.links():
+            rank, peer_id = links[which % len(links)]
             remote, remote_peer_id = rank.links.pop(peer_id)
             del remote.links[remote_peer_id]
-            rank.inbox[peer_id].append(PeerLostError("the connection broke"))
-            remote.inbox[remote_peer_id].append(PeerLostError("the connection broke"))
+            for bit, (end, number) in enumerate(((rank, peer_id), (remote, remote_peer_id))):
+                self._lose(end, number, "the connection broke", is_mute=bool(lost >> bit & 1))
 
-    def die(self, rank: SimulatedRank) -> None:
-        """Kill a process. Its readers keep its memory mapped, so their reads go on."""
+    def die(self, rank: SimulatedRank, *, is_mute: bool = False) -> None:
+        """Kill a process. Its readers keep its memory mapped, so their reads go on.
+
+        Args:
+            is_mute: Whether the messages that it sent, and that are still in flight, are lost.
+        """
         rank.is_dead = True
         for remote, remote_peer_id in list(rank.links.values()):
-            remote.inbox[remote_peer_id].append(PeerLostError("the peer died"))
+            self._lose(remote, remote_peer_id, "the peer died", is_mute=is_mute)
             del remote.links[remote_peer_id]
         rank.links.clear()
+
+    def _lose(self, rank: SimulatedRank, peer_id: int, why: str, *, is_mute: bool) -> None:
+        if is_mute:
+            rank.inbox[peer_id] = deque(
+                event for event in rank.inbox[peer_id] if not isinstance(event, bytes)
+            )
+        rank.inbox[peer_id].append(PeerLostError(why))
 
     # -- what a runtime does with actions --------------------------------------------------------------
 
@@ -175,10 +227,14 @@ class SimulatedWorld(ABC):
             waiting.extend(self._act(rank, waiting.popleft()))
         self._require_true_states(rank)
 
-    def next_number(self) -> int:
-        """Draw a number that was not used before."""
-        self._counter += 1
-        return self._counter
+    def next_number(self, kind: str) -> int:
+        """Draw a number that nothing else has; if `numbers_by_kind`, nothing else of this kind."""
+        counter = kind if self.numbers_by_kind else ""
+        self._counters[counter] += 1
+        return self._counters[counter]
+
+    def _new_peer_id(self) -> int:
+        return FIRST_PEER_ID + self.next_number("peer")
 
     def _act(self, rank: SimulatedRank, action: Action) -> list[Action]:
         match action:
@@ -217,7 +273,7 @@ class SimulatedWorld(ABC):
             return rank.protocol.consumer.connect_failed(
                 address, PeerLostError("there is no such rank"), self.now
             )
-        peer_id, remote_peer_id = self.next_number(), self.next_number()
+        peer_id, remote_peer_id = self._new_peer_id(), self._new_peer_id()
         rank.links[peer_id] = (remote, remote_peer_id)
         remote.links[remote_peer_id] = (rank, peer_id)
         rank.inbox[peer_id] = deque([False])

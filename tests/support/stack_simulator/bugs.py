@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.connector.handoff.consumer import ConsumerProtocol
-from kvferry.connector.handoff.events import ClearGuard, LoadEnded, StartRead
+from kvferry.connector.handoff.events import LoadEnded
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.p2p.scheduler import HandoffScheduler
@@ -16,6 +16,15 @@ from kvferry.router.exchange import Exchange
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.kv_cache.block_hash import HashableRequest
 
+from ..handoff_simulator.planted import (
+    AcceptsStaleBytes,
+    ForgetsLoadsOfLostPeers,
+    ForgetsWhatItAnnounced,
+    NeverClears,
+    NeverExpires,
+    NeverGivesUp,
+    ReportsBeforeTheReadEnded,
+)
 from .network import Read, SimulatedEndpoint
 from .node import BLOCK_SIZE, Parts
 
@@ -25,21 +34,6 @@ class FreesBeforeRelease(KVCacheManager):
 
     def pin(self, request_id: str) -> None:
         self._pinned[request_id] = ()  # type: ignore[assignment]
-
-
-class NeverClears(ProducerProtocol):
-    def _end(self, *args: Any, **more: Any) -> Any:
-        return [action for action in super()._end(*args, **more) if not isinstance(action, ClearGuard)]
-
-
-class NeverExpires(ProducerProtocol):
-    """The heartbeats of a consumer that is gone are missed by nobody."""
-
-    def advance(self, now: float) -> Any:
-        return []
-
-    def next_deadline(self) -> float:
-        return float("inf")
 
 
 class CountsWhatIsNotComputed(ProducerProtocol):
@@ -52,38 +46,10 @@ class CountsWhatIsNotComputed(ProducerProtocol):
         return super().open(request_id, lease, block_ids, num_tokens, num_ready, *what)
 
 
-class ForgetsWhatItAnnounced(ProducerProtocol):
-    def withdraw(self, lease: int) -> Any:
-        return []
-
-
 class DropsInSilence(ConsumerProtocol):
     """A request that is aborted while it loads tells its peer nothing."""
 
     def drop(self, request_id: str, now: float) -> Any:
-        return []
-
-
-class ReportsBeforeTheReadEnded(ConsumerProtocol):
-    def _end(self, load: Any, verdict: Any) -> Any:
-        return self._report(load, verdict)
-
-
-class AcceptsStaleBytes(ConsumerProtocol):
-    """The generation of what was read is not checked."""
-
-    def read_ended(self, read: StartRead, error: Any, now: float) -> Any:
-        return super().read_ended(read, None, now)
-
-
-class ForgetsLoadsOfLostPeers(ConsumerProtocol):
-    def _fail_peer(self, *args: Any) -> Any:
-        return [action for action in super()._fail_peer(*args) if not isinstance(action, LoadEnded)]
-
-
-class NeverGivesUp(ConsumerProtocol):
-    def _time_out(self, load: Any, part: Any, now: float) -> Any:
-        part.deadline = float("inf")
         return []
 
 

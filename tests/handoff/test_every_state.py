@@ -1,0 +1,174 @@
+"""The protocol keeps its promises in every state that two nodes can reach, and the explorer finds what breaks them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.support.handoff_simulator import Spread
+from tests.support.handoff_simulator.every_state import (
+    COMPUTED,
+    SMALL,
+    Bound,
+    Counterexample,
+    Explorer,
+    State,
+    new_state,
+)
+from tests.support.handoff_simulator.planted import (
+    PLANTED,
+    DeliversToTheFirstRank,
+    ForgetsClaimsThatCameFirst,
+    ForgetsProgressWhileItReads,
+    Planted,
+    ReleasesTheFirstRankOnly,
+    ReportsWithTheFirstPart,
+)
+
+EVERY_OFFER, RENDEZVOUS, ONE_FAULT = SMALL
+TWO_RANKS_TO_ONE = Bound(1, 0, 0, (COMPUTED,), spreads=(Spread(2), Spread(1)))
+ONE_RANK_TO_TWO = Bound(1, 0, 0, (COMPUTED,), spreads=(Spread(1), Spread(2)))
+
+
+@pytest.mark.slow
+def test_promises_hold_in_every_state_within_small_bounds() -> None:
+    outcomes: Counter[str] = Counter()
+    for bound in SMALL:
+        explored = Explorer(bound).run()
+        assert explored.is_whole
+        assert explored.num_states > 500
+        outcomes.update(explored.outcomes)
+    # Nothing that can happen to an offer or a load was out of reach.
+    assert set(outcomes) == {
+        "offer delivered",
+        "offer aborted",
+        "offer expired",
+        "load loaded",
+        "load failed",
+        "load dropped",
+    }
+
+
+#: One fault of these kinds: enough for some bugs, and much smaller.
+ABORT = replace(ONE_FAULT, faults=frozenset({"abort", "drop"}))
+#: The bound in which each planted bug shows, if it is not the first one.
+BOUNDS = {
+    "awaits-forever": RENDEZVOUS,
+    "guard-checked-before-the-copy": ABORT,
+    "stale-bytes-accepted": ABORT,
+    "load-reported-while-reading": ABORT,
+    "content-not-compared": ONE_FAULT,
+    "offers-outlive-weights": ONE_FAULT,
+    "loads-outlive-weights": ONE_FAULT,
+}
+WAITS = "no handoff waits for a deadline"
+#: What is broken sooner than the promise that the random schedules find broken.
+SOONER = {"announced-forever": "what was announced is offered or withdrawn"}
+
+
+def counterexample(bound: Bound, planted: Planted) -> Counterexample:
+    with pytest.raises(Counterexample) as caught:
+        Explorer(bound, planted.producer, planted.consumer, planted.checks_after_copy).run()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str) -> None:
+    found = counterexample(BOUNDS.get(name, EVERY_OFFER), PLANTED[name])
+    assert SOONER.get(name, PLANTED[name].promise) in found.promise
+
+
+@pytest.mark.parametrize(
+    ("bound", "planted"),
+    [
+        pytest.param(RENDEZVOUS, Planted(WAITS, ForgetsClaimsThatCameFirst), id="claim-forgotten"),
+        pytest.param(
+            EVERY_OFFER, Planted(WAITS, consumer=ForgetsProgressWhileItReads), id="progress-forgotten"
+        ),
+        pytest.param(
+            TWO_RANKS_TO_ONE, Planted(WAITS, consumer=ReleasesTheFirstRankOnly), id="rank-not-released"
+        ),
+        pytest.param(
+            TWO_RANKS_TO_ONE,
+            Planted(
+                "nothing writes into the blocks of a load that is over", consumer=ReportsWithTheFirstPart
+            ),
+            id="one-part-is-the-load",
+        ),
+        pytest.param(
+            ONE_RANK_TO_TWO,
+            Planted("delivered means loaded by every rank", DeliversToTheFirstRank),
+            id="one-rank-is-the-node",
+        ),
+    ],
+)
+def test_a_planted_bug_that_a_deadline_would_hide_or_that_needs_several_ranks_is_found(
+    bound: Bound, planted: Planted
+) -> None:
+    assert planted.promise in counterexample(bound, planted).promise
+
+
+def test_a_counterexample_is_a_numbered_sequence_of_events() -> None:
+    found = counterexample(ONE_FAULT, PLANTED["content-not-compared"])
+    assert str(found).splitlines()[:6] == [
+        "what was loaded was computed from the same prompt",
+        "  1. a's engine offers a prompt of 1 block(s)",
+        "  2. c's engine gets a request that names prefill-1, with another prompt",
+        "  3. c's engine gives blocks to decode-1",
+        "from here on without further faults:",
+        "  4. a carries out the order make_offer prefill-1",
+    ]
+
+
+def after(*choices: tuple[str, tuple[int | float, ...]]) -> State:
+    state = new_state(ONE_FAULT)
+    for choice in choices:
+        state.take(choice)
+    return state
+
+
+OFFER, CLAIM = ("offer", (0, COMPUTED)), ("claim", (1, 0, 0))
+A_ORDERED, C_ORDERED = ("carry_out", (0,)), ("carry_out", (1,))
+
+
+def test_the_order_of_events_that_do_not_meet_makes_no_other_state() -> None:
+    one, other = (
+        after(OFFER, CLAIM, A_ORDERED, ("carry_out", (0,))),
+        after(OFFER, CLAIM, C_ORDERED, A_ORDERED),
+    )
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_numbers_of_connections_and_the_time_make_no_other_state() -> None:
+    later = new_state(ONE_FAULT)
+    later.simulation.next_number("peer")
+    later.simulation.now = 64.0
+    for choice in (OFFER, CLAIM, A_ORDERED, ("carry_out", (0,))):
+        later.take(choice)
+    assert later.fingerprint() == after(OFFER, CLAIM, A_ORDERED, ("carry_out", (0,))).fingerprint()
+
+
+def test_whatever_differs_makes_another_state() -> None:
+    state = after(OFFER, CLAIM, A_ORDERED)
+    known = {state.fingerprint()}
+    (offer,) = state.simulation.ranks[0].protocol.producer.offers
+    offer.deadline += 1.0
+    known.add(state.fingerprint())
+    state.simulation.ranks[1].pool[0] += 1
+    known.add(state.fingerprint())
+    state.simulation.ranks[0].protocol.producer.new_attribute = 1  # type: ignore[attr-defined]
+    known.add(state.fingerprint())
+    state.take(C_ORDERED if state.simulation.num_waiting > 1 else ("carry_out", (0,)))
+    known.add(state.fingerprint())
+    assert len(known) == 5
+
+
+def test_a_copy_of_a_state_is_the_same_and_goes_its_own_way() -> None:
+    state = after(OFFER, CLAIM, A_ORDERED, ("carry_out", (0,)), ("deliver", (0,)))
+    copy = State.unpack(state.pack())
+    assert copy.fingerprint() == state.fingerprint()
+    assert list(copy.choices(ONE_FAULT)) == list(state.choices(ONE_FAULT))
+    copy.take(("deliver", (0,)))
+    assert copy.fingerprint() != state.fingerprint()
