@@ -76,6 +76,8 @@ class ConsumerProtocol:
         self._loads = Loads(config.max_failed_claims, config.max_peer_ranks)
         #: By address; loads that ended before there was a session.
         self._unreleased: dict[str, list[RemoteOffer]] = {}
+        #: When a rendezvous last gave its blocks up for others.
+        self._yielded_at = -math.inf
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -130,7 +132,7 @@ class ConsumerProtocol:
         if load is None:
             error = self._loads.take_failure(request_id) or StaleLeaseError("the request holds no offer")
             return [LoadEnded(request_id, "failed", error, blocks)]
-        load.fill(blocks)
+        load.fill(blocks, now)
         return self._read_on(load, now)
 
     def drop(self, request_id: str, now: float) -> list[Action]:
@@ -188,6 +190,10 @@ class ConsumerProtocol:
             case Grant():
                 return self._granted(load, part, message, now)
             case Parked():
+                if self._should_yield(load, now):
+                    self._yielded_at = now
+                    why = f"it held blocks for {now - load.filled_at:.0f} s that others wait for, and its prompt was not computed"
+                    return self._end(load, Verdict("failed", RendezvousError(why)))
                 load.park(part, now + self._config.claim_timeout_s)
                 return []
             case Progress():
@@ -356,6 +362,20 @@ class ConsumerProtocol:
         sessions = [self._peers.session(part.address) for part in load.parts]
         known = [session for session in sessions if session is not None]
         return self._planners.get(known) if len(known) == len(sessions) else None
+
+    def _should_yield(self, load: Load, now: float) -> bool:
+        """Whether a rendezvous holds blocks in vain while another load waits for blocks.
+
+        Two nodes whose pools are full could otherwise wait for each other: the offer of the other load holds the blocks in which
+        this prompt would be computed. One load gives way at a time, so that not all of a long queue is computed twice.
+        """
+        patience = self._config.progress_wait_s
+        if not load.offer.is_rendezvous or now < max(load.filled_at, self._yielded_at) + patience:
+            return False
+        waits_since = (
+            each.next_deadline - self._config.load_wait_s for each in self._loads if each.lacks_blocks
+        )
+        return any(now - since >= patience for since in waits_since)
 
     def _granted(self, load: Load, part: Part, grant: Grant, now: float) -> list[Action]:
         if part.state is not LoadState.CLAIMING or load.verdict is not None:

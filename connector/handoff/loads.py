@@ -104,6 +104,7 @@ class Load:
         traceparent: The span of the claim, for the producer; empty if the request is not traced.
         parts: One for each rank of the producer. The state of the load follows from theirs and the verdict.
         blocks: Where to load to; None until `fill`.
+        filled_at: When that was known, in seconds of the protocol's clock; infinity until then.
         verdict: How it will be reported; None until that is known.
     """
 
@@ -113,6 +114,7 @@ class Load:
         self.traceparent = traceparent
         self.parts = tuple(Part(rank, address) for rank, address in enumerate(offer.addresses))
         self.blocks: LocalBlocks | None = None
+        self.filled_at = math.inf
         self.verdict: Verdict | None = None
         self._num_taken: list[int] = []  # of each group's blocks: how many were read, or are being read
 
@@ -143,6 +145,11 @@ class Load:
     def is_granted(self) -> bool:
         """Whether every part is granted."""
         return all(part.grant is not None for part in self.parts)
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether it waits for nothing but blocks."""
+        return self.is_granted and self.blocks is None and self.verdict is None
 
     @property
     def num_reads(self) -> int:
@@ -208,7 +215,7 @@ class Load:
             )
         part.grant = replace(grant, num_ready=progress.num_ready, block_ids=tables)
 
-    def fill(self, blocks: LocalBlocks) -> None:
+    def fill(self, blocks: LocalBlocks, now: float) -> None:
         """Note where to load to.
 
         Raises:
@@ -216,7 +223,7 @@ class Load:
         """
         if self.blocks is not None:
             raise KVTransferStateError(f"request {self.request_id!r} is loaded a second time")
-        self.blocks, self._num_taken = blocks, [0] * len(blocks)
+        self.blocks, self.filled_at, self._num_taken = blocks, now, [0] * len(blocks)
 
     def start_read(self, part: Part, deadline: float) -> None:
         """Note that the transport reads from a rank."""

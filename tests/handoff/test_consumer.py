@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.errors import ContentMismatchError, StaleLeaseError
+from kvferry.connector.errors import ContentMismatchError, RendezvousError, StaleLeaseError
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import (
@@ -233,6 +233,27 @@ def test_a_parked_claim_waits_while_its_producer_says_so(
         consumer.advance(now)
     consumer.load("ours", BLOCKS, now)
     assert isinstance(consumer.receive(PEER, GRANT, now)[0], StartRead)
+
+
+def test_a_rendezvous_gives_its_blocks_up_if_others_wait_for_blocks_as_long(
+    consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
+) -> None:
+    patience = config.progress_wait_s
+    granted(consumer, welcome)
+    for number, name in enumerate(("one", "other"), 4):
+        met = replace(OFFER, lease=number, request_id=name, is_rendezvous=True)
+        consumer.claim(name, met, 0.0)
+        consumer.load(name, BLOCKS, 0.0)
+    assert consumer.receive(PEER, Parked("one", 4), patience - 0.1) == []
+    (ended,) = [
+        each for each in consumer.receive(PEER, Parked("one", 4), patience) if isinstance(each, LoadEnded)
+    ]
+    assert isinstance(ended.error, RendezvousError)
+    # The other one goes on: one at a time.
+    assert consumer.receive(PEER, Parked("other", 5), patience) == []
+    # Nobody waits for blocks any more.
+    consumer.load("ours", BLOCKS, patience)
+    assert consumer.receive(PEER, Parked("other", 5), 3 * patience) == []
 
 
 def test_the_wait_for_a_silent_producer_is_bounded(
