@@ -1,0 +1,57 @@
+"""The changes that `make mutants` makes are the ones that it says."""
+
+from __future__ import annotations
+
+from tests.support.mutants import Mutant, chosen, places_in
+
+SOURCE = b'''\
+"""Text."""
+def act(self, actions):
+    """More text."""
+    if self.is_open and not self.is_late:
+        self.sent = 1
+        self.end()
+    logger.info("no message")
+    actions += [Send(1), *self.more(), rest]
+    assert self.sent
+    return [each for each in actions if each]
+'''
+
+
+def changed(kind: str) -> set[str]:
+    """Each mutant's first line that differs from the source."""
+    lines = SOURCE.decode().splitlines()
+    mutants = [each for each in places_in("p/f.py", SOURCE) if each.kind == kind]
+    texts = [each.apply(SOURCE).decode().splitlines() for each in mutants]
+    return {next(new.strip() for old, new in zip(lines, text, strict=True) if old != new) for text in texts}
+
+
+def test_a_condition_is_dropped() -> None:
+    assert changed("condition") == {
+        "if True:",
+        "if False:",
+        "if (self.is_open):",
+        "if (not self.is_late):",
+        "return [each for each in actions if True]",
+    }
+
+
+def test_a_message_is_dropped() -> None:
+    assert changed("message") == {
+        "pass",  # instead of `self.end()`, and of the whole list
+        "actions += [*self.more(), rest]",
+        "actions += [Send(1), rest]",
+    }
+
+
+def test_two_statements_are_swapped() -> None:
+    # Neither the text, nor what is only for the log and a statement after it, is left out: order may matter to both.
+    assert changed("swap") == {"self.end()", "actions += [Send(1), *self.more(), rest]"}
+
+
+def test_a_seed_gives_the_same_mutants_of_both_folders() -> None:
+    mutants = chosen(20, seed=3)
+    assert mutants == chosen(20, seed=3)
+    assert mutants != chosen(20, seed=4)
+    assert [each.folder for each in mutants].count("router") == 10
+    assert all(isinstance(each, Mutant) and each.new != "" for each in mutants)
