@@ -62,6 +62,10 @@ venv: $(READY) ## create .venv with everything that development needs
 demo: $(READY) $(if $(filter vllm-router,$(ROUTER)),build/vllm-router) ## let one process compute prompts and another answer them: ROUTER=vllm-router DEMO_ARGS="--help"
 	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) --router $(ROUTER) $(DEMO_ARGS)
 
+.PHONY: demo-load
+demo-load: $(READY) ## let answers stream while long prompts arrive, at two plain nodes and at the same nodes with kvferry
+	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) --only load $(DEMO_ARGS)
+
 # A test that hangs inside a library's call is not interrupted by its own timeout. Then the process of the test ends.
 .PHONY: test test-all
 test: TESTS := not full

@@ -55,6 +55,8 @@ ROUTERS = ("kvferry", "vllm-router")
 
 #: What the nodes are: our own engine, or `vllm serve` with kvferry as its connector.
 ENGINES = ("reference", "vllm")
+#: The parts of the demo: answers compared with the single node's, and answers that stream while long prompts arrive.
+PARTS = ("questions", "load")
 #: Options about the connector, passed to the prefill node and the decode node.
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
 #: Options passed to every node.
@@ -84,6 +86,7 @@ class DemoOptions:
         layout: Layout of the decode node's cache.
         json_path: The file for the records; None writes no file.
         keep: Leave the pair running until Ctrl-C.
+        parts: Of `PARTS`, those that are shown.
         concurrency: Prompts in flight at once.
         pair_arguments: Options about the connector for the prefill and the decode node.
         own_arguments: Options of the prefill node alone, and of the decode node alone.
@@ -102,6 +105,7 @@ class DemoOptions:
     model: str
     json_path: Path | None
     keep: bool
+    parts: tuple[str, ...]
     concurrency: int
     start_timeout_s: float
     pair_arguments: tuple[str, ...]
@@ -159,6 +163,7 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         model=options.model,
         json_path=options.json,
         keep=options.keep,
+        parts=_parts(options, is_default),
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
         pair_arguments=_transfer_of_vllm(options) if is_vllm else words_of(options, PAIR_OPTIONS),
@@ -211,6 +216,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--keep",
         action="store_true",
         help="leave the pair and its router running after the demo, until Ctrl-C (default: stop everything)",
+    )
+    parser.add_argument(
+        "--only",
+        choices=PARTS,
+        help="show one part: questions, with the answers compared with a single node's; or load, which is how answers stream "
+        "while long prompts arrive (default: both, unless a --prompt, --keep, vLLM or vllm-router is asked for)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
     parser.add_argument(
@@ -289,6 +300,22 @@ def _ways(is_default: bool, router: str) -> tuple[Way, ...]:
     # Both, so that the table shows what the router's default way is worth. The default comes first: users see its answers as
     # they come, and `--keep` names its router.
     return (Way.DEFAULT, Way.IN_TURN) if is_default else (Way.DEFAULT,)
+
+
+def _parts(options: argparse.Namespace, is_default: bool) -> tuple[str, ...]:
+    """Show everything, unless the user wants a part, or something that the load does not have.
+
+    Raises:
+        StartupError: the load cannot be shown with these options.
+    """
+    has_load = options.engine == "reference" and options.router == "kvferry" and not options.keep
+    if options.only == "load" and not has_load:
+        raise StartupError(
+            "cannot use --only load with --engine vllm, --router vllm-router or --keep; leave one out"
+        )
+    if options.only:
+        return (options.only,)
+    return PARTS if is_default and has_load else ("questions",)
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:

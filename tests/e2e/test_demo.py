@@ -83,7 +83,7 @@ def run_demo(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedP
 @pytest.mark.full
 def test_without_options_it_answers_sensibly_and_the_default_way_shows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = run_demo("--json", str(out), timeout_s=400.0)
+    done = run_demo("--only", "questions", "--json", str(out), timeout_s=400.0)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["requests"]
     assert [record["way"] for record in records] == ["default", "in turn"] * 2
@@ -131,6 +131,24 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
         most = record["num_blocks"] if layout == "uniform" else record["num_blocks"] * TINY_LAYERS
         assert 1 <= record["num_regions"] <= most
     assert layout in done.stdout
+
+
+def test_answers_stream_while_long_prompts_arrive(arguments: list[str]) -> None:
+    done = run_demo("--only", "load", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "9 of 9 answers have the same tokens both times" in done.stdout
+    for name in ("two plain nodes", "with kvferry"):
+        drawn = done.stdout.partition(f"{name} ")[2].partition("\n\n")[0].partition("with kvferry")[0]
+        assert drawn.count(".") == 96
+        assert drawn.count("|") == 5
+    assert "longest pause in a running answer: " in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_the_load_needs_nodes_that_compute_and_answer() -> None:
+    done = run_demo("--only", "load", "--keep")
+    assert done.returncode == 2
+    assert "cannot use --only load with --engine vllm, --router vllm-router or --keep" in done.stderr
 
 
 @pytest.mark.full

@@ -1,0 +1,84 @@
+"""What the demo says about answers that stream while long prompts arrive."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.reference.demo.load import (
+    LINE_CELLS,
+    Figures,
+    Line,
+    Stream,
+    format_load_table,
+    load_of,
+    percentile,
+    verdict_of,
+)
+
+
+def figures(longest: float, num_handed_over: int = 1) -> Figures:
+    return Figures([0.1, 0.3], [0.05, 0.05, longest], 200, 10.0, num_handed_over)
+
+
+def test_a_line_has_a_dot_per_token_and_a_blank_where_nothing_came(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = Line("plain")
+    for marks in (".", "", "|", "..", ""):
+        for mark in marks:
+            line.note(mark)
+        line.draw()
+    assert capsys.readouterr().out == "           plain . |.. "
+
+
+def test_a_line_that_is_full_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    line = Line("plain")
+    for _ in range(LINE_CELLS + 2):
+        line.note(".")
+        line.draw()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "           plain " + "." * LINE_CELLS
+    assert second == " " * 17 + ".."
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(number) for number in range(1, 201)]
+    assert (percentile(values, 50), percentile(values, 99), percentile([3.0], 99)) == (100.0, 198.0, 3.0)
+
+
+def test_gaps_are_those_of_answers_that_stream() -> None:
+    streams = [Stream("a", 96, 0.0, [1.0, 1.5, 3.5]), Stream("b", 4, 0.0, [1.0, 9.0])]
+    assert Figures.of(streams, 1.0).gaps == [0.5, 2.0]
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    prompts = [stream.prompt for stream in load_of("the text")]
+    assert len({prompt[:8] for prompt in prompts}) == len(prompts)
+
+
+def test_the_table_has_both_ways_and_their_ratios() -> None:
+    lines = format_load_table(figures(2.0), figures(0.5)).splitlines()
+    assert lines[0].split("  ")[0] == "ms"
+    assert lines[1].split()[-6:] == ["50", "2,000", "2,000", "100", "300", "20"]
+    assert lines[3].split() == ["ratio", "1.00", "0.25", "0.25", "1.00", "1.00", "1.00"]
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("together", "num_cores", "why"),
+    [
+        pytest.param(figures(0.5), 2, "", id="better"),
+        pytest.param(figures(1.9), 2, "other work takes its core", id="no better"),
+        pytest.param(
+            figures(1.9, num_handed_over=0), 2, "no cache was handed over", id="nothing handed over"
+        ),
+        pytest.param(figures(1.9), 1, "share one core", id="one core"),
+    ],
+)
+def test_the_last_line_says_what_was_gained_or_why_nothing(
+    together: Figures, num_cores: int, why: str
+) -> None:
+    first, *rest = verdict_of(figures(2.0), together, num_cores).splitlines()
+    assert first == f"longest pause in a running answer: {max(together.gaps):.2f} s instead of 2.00 s"
+    assert bool(rest) == bool(why)
+    assert why in "".join(rest)
