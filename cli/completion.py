@@ -7,11 +7,12 @@ completes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .errors import OK
+from .errors import OK, CommandError
 from .programs import PROGRAMS
 
 SHELLS: Final = ("bash", "zsh", "fish")
@@ -60,9 +61,8 @@ def add(commands: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
     commands = arguments.commands
-    # A program whose packages are not installed has no options to complete.
     for name, program in PROGRAMS.items():
-        if not program.missing():
+        with contextlib.suppress(CommandError):  # its packages are not installed
             program.configure(commands[name])
     print(
         fish(commands) if arguments.shell == "fish" else bash(commands, is_zsh=arguments.shell == "zsh"),

