@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
@@ -22,6 +24,14 @@ if find_spec("hypothesis") is not None:  # the venv with vLLM has none
     # On a busy machine any example may be late. The timeout of the test ends what takes too long.
     hypothesis.settings.register_profile("kvferry", deadline=None)
     hypothesis.settings.load_profile("kvferry")
+
+
+
+def pytest_configure() -> None:
+    """A run that is told to end, as by `timeout` or a stopped job, lists its failures so far, as it does after Ctrl-C."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
 
 #: Seconds for which tasks may end after the test and its fixtures.
 SETTLE_S = 10.0

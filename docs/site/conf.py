@@ -45,7 +45,7 @@ NAVIGATION = {
     "Migrate": ["from-nixlconnector", "from-lmcache"],
     "Reference": ["reference/configuration", "reference/command-line"],
     "Extend": ["writing-a-connector", "connector-contract", "writing-a-transport", "coverage"],
-    "Design": ["design", "reading-guide", "releasing"],
+    "Design": ["design", "reading-guide", "for-reviewers", "releasing"],
 }
 
 #: Pages that the navigation shows below another one: the beginning of their names, by that page.
