@@ -60,12 +60,15 @@ async def ask(
     max_tokens: int,
     on_text: OnText,
     cache_salt: str = "",
+    *,
+    ignore_eos: bool = False,
 ) -> Answer:
     """Continue `prompt` greedily. This does not raise: the answer's `error` says what failed.
 
     Args:
         on_text: Called with each piece of the answer.
         cache_salt: Nodes reuse cached blocks only of requests with the same salt.
+        ignore_eos: Go on to `max_tokens`, whatever the model says.
     """
     body = {
         "prompt": prompt,
@@ -75,6 +78,8 @@ async def ask(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
+    if ignore_eos:
+        body["ignore_eos"] = True
     if cache_salt:
         body["cache_salt"] = cache_salt  # vLLM refuses an empty one
     answer = Answer()

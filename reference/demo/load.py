@@ -163,7 +163,9 @@ async def run_load(url: str, streams: Sequence[Stream], line: Line, salt: str) -
                 if is_drawn:
                     line.note(".")
 
-            stream.answer = await ask(session, url, stream.prompt, stream.max_tokens, on_text, salt)
+            stream.answer = await ask(
+                session, url, stream.prompt, stream.max_tokens, on_text, salt, ignore_eos=True
+            )
 
         async def draw() -> None:
             while True:
