@@ -25,8 +25,18 @@ there). The URL of a router stands for it and all of its nodes.
 """
 
 _TIMEOUT_S: Final = 5.0
+#: As `kvferry.connector.spans` names it.
+_PART: Final = "part"
 #: Characters of a bar that is as long as the request.
 _BAR: Final = 24
+#: What the router calls the parts of the time until the first token (`router/timelines.py`), and what people call them.
+_PARTS: Final = {
+    "routing": "router",
+    "queue": "queue",
+    "prefill": "prompt",
+    "exposed": "cache, what the prompt did not hide of it",
+    "decode": "first step",
+}
 #: Attributes that are the same in all rows, and the columns of events.
 _NOT_SHOWN: Final = ("at", "name", "request_id", "client_request_id", "phase", "http.request.method")
 
@@ -148,6 +158,8 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
     spans = [(server.process, span) for server in servers for span in server.spans]
     if not spans:
         return lines
+    for _, span in spans:
+        lines += _first_token(span)
     if not any(span.name in ("offer", "claim", "load") for _, span in spans):
         lines.append(
             "  (no claims and reads: start the nodes with --connector-option trace=true to see them)"
@@ -167,11 +179,46 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
         what = ", ".join(failed + _words(span.attributes))
         add(span.start, "=", span.end - span.start, who, span.name, what)
         for event in span.events:
+            if event["name"] == _PART:
+                continue
             add(float(event["at"]), "|", 0.0, who, f"  {event['name']}", ", ".join(_words(event)))
     rows.sort(key=lambda row: row[0])
     head = ("starts at".rjust(12), "lasts".rjust(12), "", "who", "what")
     table = columns([head, *(row for _, row in rows)])
     return [*lines, "", *table, "", "times of different hosts are as exact as their clocks agree"]
+
+
+def _first_token(span: SpanRecord) -> list[str]:
+    """What the time until the first token was spent on, by the router's clock; empty for other spans."""
+    known = [(event, event.get("seconds")) for event in span.events if event["name"] == _PART]
+    parts = [
+        (part, float(seconds)) for part, seconds in known if isinstance(seconds, int | float) and seconds > 0
+    ]
+    total_s = sum(seconds for _, seconds in parts)
+    rows: list[Sequence[str]] = []
+    at_s = 0.0
+    for part, seconds in parts:
+        bar = " " * int(_BAR * at_s / total_s) + "=" * max(1, round(_BAR * seconds / total_s))
+        kind = _PARTS.get(str(part.get("kind")), str(part.get("kind")))
+        also = [_PARTS.get(word, word) for word in str(part.get("also", "")).split(", ") if word]
+        what = kind + (f", and {_and(also)}, which its node does not tell apart" if also else "")
+        rows.append(
+            (
+                f"{seconds * 1e3:9.1f} ms",
+                f"{seconds / total_s:5.0%}",
+                bar[:_BAR],
+                what,
+                str(part.get("node", "")),
+            )
+        )
+        at_s += seconds
+    if not rows:
+        return []
+    return ["", f"the first token came after {total_s * 1e3:.1f} ms:", *columns(rows)]
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _summary(span: SpanRecord) -> str:

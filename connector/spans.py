@@ -22,6 +22,10 @@ PREFIX: Final = "kvferry."
 #: Events of a span. Further ones are dropped: a long prompt makes progress very often.
 MAX_EVENTS: Final = 128
 
+#: The event of a router's span that says what a part of the time until the first token was spent on: `kind` and `seconds`, and the
+#: `node` that worked on it. `also` names other kinds that it contains.
+PART: Final = "part"
+
 
 _time = seconds(0, 1e15)
 

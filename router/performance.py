@@ -21,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from ..connector.p2p.params import REFUSED_TO_CONTINUE, draw_offer_name
-from ..connector.spans import Span
+from ..connector.spans import PART, Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event
@@ -181,9 +181,12 @@ class Performance:
             await asyncio.gather(*self._closing, return_exceptions=True)
             if exchange.is_complete or self._whole is not None:
                 self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
-            if exchange.placement and self._timeline.first_token_s is not None:
-                # What became of the estimate.
+            if self._timeline.first_token_s is not None:
+                # What became of the placement's estimate, and what it was spent on, for `kvferry explain`.
                 current_span().set(ttft_s=self._timeline.first_token_s)
+                for part in self._timeline.first_token_parts():
+                    also = ", ".join(part.includes)
+                    current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
         if self._refusal is not None:
             raise self._refusal
         response = self._stream if self._whole is None else self._whole

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from ..web.errors import CLIENT_LEFT, ApiError
@@ -312,6 +312,16 @@ class Timeline:
             add("decode", last_s, decode.node, () if decode.figures.is_split else ("queue", "exposed"))
         add("routing", last_s)
         return parts
+
+    def first_token_parts(self) -> list[Part]:
+        """Return what the time until the first token was spent on. The parts add up to `first_token_s`; there are none before it."""
+        end_s = self.first_token_s or 0.0
+        # The decode node's part begins with the step that gives the first token.
+        return [
+            replace(part, seconds=min(part.seconds, end_s - part.start_s))
+            for part in self.parts()
+            if part.start_s < end_s
+        ]
 
     def hidden(self) -> tuple[float, float]:
         """Return when the hidden part of the transfer began, and for how many seconds; (0, 0) if nothing was hidden.

@@ -26,7 +26,6 @@ if find_spec("hypothesis") is not None:  # the venv with vLLM has none
     hypothesis.settings.load_profile("kvferry")
 
 
-
 def pytest_configure() -> None:
     """A run that is told to end, as by `timeout` or a stopped job, lists its failures so far, as it does after Ctrl-C."""
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvferry.cli.errors import CommandError
-from kvferry.cli.explain import ask, tell
+from kvferry.cli.explain import Told, ask, tell
 from kvferry.cli.main import main
-from kvferry.connector.spans import MAX_EVENTS, ServerSpans, Span, SpanRecord
+from kvferry.connector.spans import MAX_EVENTS, PART, ServerSpans, Span, SpanRecord
 from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
 from kvferry.reference.node.phases import Phases
 from kvferry.web.recent_spans import MAX_REQUESTS, MAX_SPANS, RecentSpans
@@ -105,6 +105,52 @@ def test_spans_of_several_servers_are_told_in_the_order_of_their_times() -> None
     ]
     bars = ["".join(word for word in row if set(word) <= set("=|")) for row in table]
     assert bars == ["=" * 10, "=" * 10, "|", "=" * 10]
+
+
+def test_the_time_until_the_first_token_is_told_in_parts_that_add_up_to_it() -> None:
+    def part(kind: str, seconds: Any, **more: Any) -> dict[str, Any]:
+        return {
+            "at": 1.5,
+            "name": PART,
+            "kind": kind,
+            "node": "http://p",
+            "seconds": seconds,
+            "also": "",
+            **more,
+        }
+
+    events = (
+        *(part("routing", 0.01, node=""), part("prefill", 0.07, also="queue"), part("decode", 0.02)),
+        # What no honest router says.
+        *(part("decode", "long"), part("decode", -1.0), {"at": 1.5, "name": PART}),
+    )
+    span = SpanRecord("a", "router", 1.0, 2.0, events=events)
+    lines = tell("a", [Told("http://r", "router", spans=(span,))])
+    first = lines.index("the first token came after 100.0 ms:")
+    assert [line.split() for line in lines[first + 1 : first + 4]] == [
+        ["10.0", "ms", "10%", "==", "router"],
+        [
+            *(
+                "70.0",
+                "ms",
+                "70%",
+                "=" * 17,
+                "prompt,",
+                "and",
+                "queue,",
+                "which",
+                "its",
+                "node",
+                "does",
+                "not",
+                "tell",
+                "apart",
+            ),
+            "http://p",
+        ],
+        ["20.0", "ms", "20%", "=" * 5, "first", "step", "http://p"],
+    ]
+    assert not any(line.split()[-1:] == [PART] for line in lines)
 
 
 def test_a_url_without_its_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

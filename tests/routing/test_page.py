@@ -8,12 +8,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import ClientTimeout, web
 
-from kvferry.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests
+from kvferry.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests, Timeline
+from kvferry.web.sse import Event
 from tests.support.fake_nodes import NodeHandler, let_rendezvous, routed
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[3]], "remote_host": "h"}
@@ -89,6 +91,57 @@ async def test_the_parts_of_a_request_add_up_to_its_time() -> None:
     assert (one["prompt_tokens"], one["output_tokens"], one["status"], one["error"]) == (40, 7, 200, "")
     assert one["transfer"] == {"transport": "shm", "mechanism": "mapped", "bytes": 5000, "ms": 6.0}
     assert not any(part["includes"] for part in one["parts"])
+
+
+@pytest.mark.parametrize("hop", ["nothing", "queue", "routing", "prefill", "exposed", "decode"])
+def test_a_delay_lengthens_the_part_in_which_it_is_until_the_first_token(
+    hop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("kvferry.router.timelines.time.monotonic", lambda: now[0])
+
+    def passes(kind: str, seconds: float) -> float:
+        seconds += 0.5 if kind == hop else 0.0
+        now[0] += seconds
+        return seconds
+
+    timeline = Timeline(arrived_s=100.0, admitted_s=100.0 + passes("queue", 0.25))
+    passes("routing", 0.125)
+    timeline.prefill_sent("http://p")
+    passes("prefill", 1.0)
+    timeline.prefill_ended({"metrics": {"queue_s": 0.0}})
+    timeline.decode_sent("http://d", is_alone=False)
+    exposed_s = passes("exposed", 0.0625)
+    passes("decode", 0.03125)
+    timeline.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
+    passes("after the first token", 7.0)
+    transfer = {"seconds": exposed_s, "exposed_seconds": exposed_s}
+    metrics = {"queue_s": 0.0, "num_loaded_tokens": 9, "transfer": transfer}
+    timeline.decode_ended(200, [Event.of({"metrics": metrics})])
+    expected = {"queue": 0.25, "routing": 0.125, "prefill": 1.0, "exposed": 0.0625, "decode": 0.03125}
+    expected |= {hop: expected[hop] + 0.5} if hop in expected else {}
+    parts = timeline.first_token_parts()
+    assert {part.kind: part.seconds for part in parts} == expected
+    assert sum(part.seconds for part in parts) == timeline.first_token_s == sum(expected.values())
+
+
+@pytest.mark.timeout(60)
+async def test_the_parts_until_the_first_token_are_what_the_client_waits_for() -> None:
+    prefill = Node({"kv_transfer_params": PARAMS, "metrics": PREFILL_METRICS}, wait_s=0.3)
+    decode = Node({"choices": []}, {"metrics": DECODE_METRICS}, is_stream=True, wait_s=0.2)
+    shares = []
+    for _ in range(5):  # a busy machine may keep the client from looking at once
+        async with routed([prefill], [decode]) as client:
+            sent = time.monotonic()
+            async with client.post("/v1/completions", json={"prompt": "p", "stream": True}) as answer:
+                await answer.content.readany()
+                waited_s = time.monotonic() - sent
+                await answer.read()
+            (one,) = (await (await client.get("/page/state")).json())["finished"]
+        shares.append(one["first_token_ms"] / 1e3 / waited_s)
+        if 0.98 < shares[-1] <= 1.0:
+            return
+    pytest.fail(f"the parts are not within 2 % of what the client waited: {shares}")
 
 
 async def test_in_a_rendezvous_a_part_of_the_transfer_is_hidden_by_the_prefill() -> None:
