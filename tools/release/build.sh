@@ -3,6 +3,7 @@
 #   tools/release/build.sh                  the wheel for this machine, with its own compiler
 #   tools/release/build.sh x86_64 aarch64   wheels for these machine types, in manylinux containers (needs Docker or Podman,
 #                                           and QEMU for machine types other than this machine's)
+# Beside them come a list of components (CycloneDX) and SHA256SUMS, which SIGNING_KEY, a key of gpg, signs.
 # PYTHON (python3) must be 3.11 or later.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -40,6 +41,16 @@ for wheel in dist/*"_$(uname -m).whl"; do
 	"$build/empty/bin/python" -m pip install --quiet "$wheel"
 	"$build/empty/bin/python" tools/release/check_install.py
 done
+
+# What an installation of it consists of, from the venv above, and what every file is.
+version=$("$build/empty/bin/python" -c 'import kvferry; print(kvferry.__version__)')
+cyclonedx-py environment --output-reproducible --of JSON -o "dist/kvferry-$version.cdx.json" "$build/empty/bin/python"
+(cd dist && sha256sum -- * > SHA256SUMS)
+if [ -n "${SIGNING_KEY:-}" ]; then
+	gpg --local-user "$SIGNING_KEY" --armor --detach-sign dist/SHA256SUMS
+else
+	echo "dist/SHA256SUMS is not signed: set SIGNING_KEY to the key that signs the tag" >&2
+fi
 
 if grep -q '^[A-Z][a-z]* = "https://kvferry\.example' pyproject.toml; then
 	echo "dist/ is complete but must not be published: [project.urls] in pyproject.toml has no real address; set it" >&2
