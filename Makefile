@@ -181,6 +181,14 @@ simulate: $(READY) ## run the whole stack in virtual time under faults: SEED=7, 
 	$(BIN)/python -m tests.support.stack_simulator $(if $(SEED),--seed $(SEED)) \
 		$(if $(NODES),--nodes $(NODES) --requests $(or $(REQUESTS),10000)) $(if $(TRACE),--trace $(TRACE))
 
+.PHONY: fuzz
+fuzz: $(READY) build/fuzz-tools ## give strange bytes to everything that reads bytes of strangers: INPUTS=10000000 DECODER=tcp
+	PYTHONPATH=build/fuzz-tools $(BIN)/python -m tests.fuzz --inputs $(or $(INPUTS),10000000) $(DECODER)
+
+build/fuzz-tools: constraints.txt | $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt atheris
+
 .PHONY: test-docker
 test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker, or Buildah and root)
 	docker/build.sh $(DOCKER_TARGET) $(DOCKER_BUILD_ARGS)

@@ -119,3 +119,30 @@ def test_a_request_goes_to_the_node_that_says_that_it_has_the_prompt(
         assert reply.status == 200
         assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 19 * BLOCK_SIZE
         assert reply.headers["X-KV-Placement"].startswith("local")
+
+
+def test_no_tenant_is_served_or_placed_by_what_another_has_cached(
+    launcher: Launcher, tiny_single_arguments: tuple[str, ...]
+) -> None:
+    """The salt of a tenant is in each block's hash at both nodes, and in the router's keys of prefixes."""
+    nodes = start(launcher, 2, *tiny_single_arguments, "--num-blocks", "400")
+    words = [word for node in nodes for word in ("--node", node.process.url)]
+    launched = launcher.start_router("router", [], [], *words)
+    launcher.wait_ready([launched], START_TIMEOUT_S)
+    router, prompt = Client(launched), prompt_of(1, 20)
+
+    def cached(salt: str) -> int:
+        reply = router.complete(prompt, max_tokens=2, **({"cache_salt": salt} if salt else {}))
+        assert reply.status == 200
+        assert reply.body["metrics"]["num_loaded_tokens"] == 0
+        number: int = reply.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return number
+
+    tenants = ("one", "another", "")
+    # Whoever comes first leaves blocks at a node. The next tenant finds none of them, wherever it is sent.
+    assert [cached(salt) for salt in tenants] == [0, 0, 0]
+    # Each finds its own, at the node that has them: the placement knows them apart.
+    assert [cached(salt) for salt in tenants] == [19 * BLOCK_SIZE] * 3
+    for node in nodes:  # and nobody who asks a node by itself finds those of a tenant that the node has served
+        reply = node.complete(prompt, max_tokens=1, cache_salt="a stranger")
+        assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,0 +1,1 @@
+"""Bytes of strangers for everything that decodes them."""
