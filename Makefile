@@ -189,6 +189,15 @@ build/fuzz-tools: constraints.txt | $(READY)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt atheris
 
+.PHONY: prove-states
+prove-states: $(READY) ## go through every state of two nodes, and of a request, within large bounds, and print tables
+	$(BIN)/python -m tests.support.handoff_simulator.every_state --size large
+	$(BIN)/python -m tests.support.exchange_states --size large
+
+.PHONY: mutants
+mutants: $(READY) ## change the code of handoff and router at random places, and count which proofs notice: NUM=200 SEED=1
+	$(BIN)/python -m tests.support.mutants --num $(or $(NUM),200) --seed $(or $(SEED),1) --jobs 2 --output build/mutants.jsonl
+
 .PHONY: test-docker
 test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker, or Buildah and root)
 	docker/build.sh $(DOCKER_TARGET) $(DOCKER_BUILD_ARGS)

@@ -2,6 +2,7 @@
 
 A `Schedule` stands for the nodes, the client and the part of the router that does the actions. It draws what happens next among
 all that can, and checks after each step what `router/exchange.py` promises. Nothing sleeps, and a seed repeats a schedule exactly.
+`exchange_states` lets the same schedules draw everything that can be drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import OtherTokenError
@@ -18,6 +19,7 @@ from kvferry.router.sessions import Conversation
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 
+T = TypeVar("T")
 HEADERS = {"X-Request-Id": "r"}
 KEEPS = b'"kv_transfer_params":'
 LAST = Event(b'data: {"n": 3, "kv_transfer_params": {"answer_lease_s": 60}}\n\n')
@@ -122,6 +124,85 @@ class FoundAnswer:
     is_usable: bool = True
 
 
+class Draws(Protocol):
+    """Decides what happens."""
+
+    def chance(self, p: float) -> bool:
+        """Whether something happens that has this probability."""
+
+    def fault(self, p: float) -> bool:
+        """The same for what a node, a client or an operator does to a request that would go on well."""
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of them."""
+
+    def part(self, least: int, most: int) -> int:
+        """How many of `most` things come at once."""
+
+
+class RandomDraws:
+    """Draws from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def chance(self, p: float) -> bool:
+        return self._random.random() < p
+
+    fault = chance
+
+    def pick(self, options: Sequence[T]) -> T:
+        return self._random.choice(options)
+
+    def part(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a schedule begins with.
+
+    Attributes:
+        abilities: By decode node: it can continue after a token.
+        may_be_at_once, may_be_local: Ways in which a request may be placed, apart from in turn.
+        offers_answer: Decode nodes offer their answers for the next turn.
+        follows: Another node could go on with an answer.
+        has_answer: There is an offer of an earlier answer.
+        p_loss, p_stop, p_leave: Of a node's loss and of an answer's stop at each step, and of a client that leaves.
+    """
+
+    num_prefills: int
+    abilities: tuple[bool, ...]
+    may_be_at_once: bool
+    may_be_local: bool
+    may_decode_alone: bool
+    offers_answer: bool
+    follows: bool
+    has_answer: bool
+    is_stream: bool
+    p_loss: float
+    p_stop: float
+    p_leave: float
+
+    @classmethod
+    def drawn(cls, draws: Draws) -> Setup:
+        """Draw one."""
+        return cls(
+            num_prefills=draws.pick((1, 2)),
+            abilities=tuple(draws.chance(0.8) for _ in range(draws.pick((1, 2, 3)))),
+            may_be_at_once=draws.chance(0.6),
+            may_be_local=draws.chance(0.3),
+            may_decode_alone=draws.chance(0.3),
+            offers_answer=draws.chance(0.5),
+            follows=draws.chance(0.8),
+            has_answer=draws.chance(0.2),
+            is_stream=draws.chance(0.8),
+            p_loss=draws.pick((0.0, 0.2, 0.5)),
+            p_stop=draws.pick((0.0, 0.3, 0.6)),
+            p_leave=draws.pick((0.0, 0.0, 0.05)),
+        )
+
+
 @dataclass
 class Schedule:
     """One request, and all that becomes of it.
@@ -130,8 +211,10 @@ class Schedule:
         kind: The exchange to try.
     """
 
-    seed: int
+    setup: Setup
+    drawn: Draws
     kind: type[Exchange] = Exchange
+    name: str = ""
     received: list[Event] = field(default_factory=list)
     ends: list[Action] = field(default_factory=list)
     settled: dict[int, str] = field(default_factory=dict)
@@ -143,22 +226,15 @@ class Schedule:
     drains: set[Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        drawn = self.drawn = random.Random(self.seed)
-        self.prefills: list[Any] = [Node("prefill", number) for number in range(drawn.randint(1, 2))]
+        setup = self.setup
+        self.prefills: list[Any] = [Node("prefill", number) for number in range(setup.num_prefills)]
         self.decodes: list[Any] = [
-            Node("decode", number, drawn.random() < 0.8) for number in range(drawn.randint(1, 3))
+            Node("decode", number, is_able) for number, is_able in enumerate(setup.abilities)
         ]
-        self.may_be_at_once = drawn.random() < 0.6
-        self.may_be_local = drawn.random() < 0.3
-        self.may_decode_alone = drawn.random() < 0.3
-        self.offers_answer = drawn.random() < 0.5
-        self.p_loss = drawn.choice((0.0, 0.2, 0.5))
-        self.p_stop = drawn.choice((0.0, 0.3, 0.6))
-        self.p_leave = drawn.choice((0.0, 0.0, 0.05))
-        answer: Any = FoundAnswer() if drawn.random() < 0.2 else None
+        answer: Any = FoundAnswer() if setup.has_answer else None
         self.exchange = self.kind(
             "/v1/completions",
-            {"stream": drawn.random() < 0.8},
+            {"stream": setup.is_stream},
             HEADERS,
             key=b"k",
             conversation=Conversation(answer=answer),
@@ -173,33 +249,41 @@ class Schedule:
         self.has_failed_at_once = False
         self.may_fail = ""  # why an error is right
         self.has_streamed = False
-        self.follows = drawn.random() < 0.8
 
     # -- running -------------------------------------------------------------------------------------
 
     def promise(self, what: str, *, kept: bool) -> None:
         if not kept:
-            raise PromiseBrokenError(f"{what} (seed {self.seed}, {self.exchange!r})")
+            raise PromiseBrokenError(f"{what} ({self.name}{self.exchange!r})")
 
     def run(self) -> None:
         """Draw steps until nothing can happen any more, and check what is left."""
-        self.do(self.exchange.begin())
+        self.begin()
         for _ in range(200):
-            steps = [step for step in (self.prefill_step(), self.decode_step()) if step is not None]
-            if not steps:
+            if not self.step():
                 break
-            if self.drawn.random() < self.p_leave:
-                self.has_left = True
-                if self.drawn.random() < 0.5:
-                    self.do(self.exchange.client_left())
-                else:
-                    self.may_fail = "too late"
-                    self.do(self.exchange.failed(ApiError(504, "too late", kind="timeout_error")))
-            else:
-                self.do(self.drawn.choice(steps)())
         else:
             self.promise("a request ends", kept=False)
         self.check_end()
+
+    def begin(self) -> None:
+        self.do(self.exchange.begin())
+
+    def step(self) -> bool:
+        """Draw what happens next. False: nothing can."""
+        steps = [step for step in (self.prefill_step(), self.decode_step()) if step is not None]
+        if not steps:
+            return False
+        if not self.drawn.fault(self.setup.p_leave):
+            self.do(self.drawn.pick(steps)())
+        elif self.drawn.chance(0.5):
+            self.has_left = True
+            self.do(self.exchange.client_left())
+        else:
+            self.has_left = True
+            self.may_fail = "too late"
+            self.do(self.exchange.failed(ApiError(504, "too late", kind="timeout_error")))
+        return True
 
     def check_end(self) -> None:
         state = self.exchange.state
@@ -332,15 +416,15 @@ class Schedule:
             return exchange.placed_at(last)
         if not untried:
             return self.without_decode()
-        if self.may_be_local and self.drawn.random() < 0.5:
+        if self.setup.may_be_local and self.drawn.chance(0.5):
             fits: list[Any] = [each for each in untried if exchange.beginning is None or each.abilities]
             if fits:
-                return exchange.placed_at(self.drawn.choice(fits))
-        if not (exchange.may_ask_both and self.may_be_at_once):
+                return exchange.placed_at(self.drawn.pick(fits))
+        if not (exchange.may_ask_both and self.setup.may_be_at_once):
             return exchange.placed()
-        node: Any = self.drawn.choice(self.prefills)
+        node: Any = self.drawn.pick(self.prefills)
         offer = Offer(node, {"n": len(self.opened)}, f"name{len(self.opened)}")
-        decode: Any = self.drawn.choice(untried)
+        decode: Any = self.drawn.pick(untried)
         return exchange.placed(offer, decode)
 
     def choose(self) -> list[Action]:
@@ -358,7 +442,7 @@ class Schedule:
             return exchange.decode_chosen(last)
         if not fits:
             return self.without_decode()
-        node: Any = self.drawn.choice(fits)
+        node: Any = self.drawn.pick(fits)
         return exchange.decode_chosen(node)
 
     def untried(self) -> list[Node]:
@@ -386,17 +470,18 @@ class Schedule:
         if asked.node is None:
             left = [node for node in self.prefills if node not in exchange.tried_prefill]
             if not left:
-                alone = self.may_decode_alone and any(
+                alone = self.setup.may_decode_alone and any(
                     node not in exchange.tried_decode for node in self.decodes
                 )
                 if not alone and self.lost_prefills.issuperset(self.prefills):
                     self.may_fail = "every prefill node was lost"
                 return exchange.no_prefill_node(ApiError(503, "none", kind="x"), may_decode_alone=alone)
-            node: Any = self.drawn.choice(left)
+            node: Any = self.drawn.pick(left)
         else:
             node = asked.node
-        if self.drawn.random() < self.p_loss or (asked.answer is not None and self.drawn.random() < 0.5):
-            if self.drawn.random() < 0.2:
+        is_unusable = asked.answer is not None and self.drawn.fault(0.5)
+        if is_unusable or self.drawn.fault(self.setup.p_loss):
+            if self.drawn.chance(0.2):
                 if asked.answer is None and exchange.state in (State.PREFILLING, State.RENDEZVOUS):
                     self.may_fail = "a prefill node has refused the request"
                 return exchange.prefill_refused(ApiError(400, "no", kind="x"))
@@ -406,10 +491,9 @@ class Schedule:
                 exchange.tried_prefill[node] = RuntimeError("lost")  # type: ignore[assignment]
             self.has_failed_at_once |= exchange.state is State.RENDEZVOUS
             return exchange.prefill_lost(RuntimeError("lost"))
-        if self.drawn.random() < 0.1 and asked.node is None:
+        if asked.node is None and self.drawn.chance(0.1):
             return exchange.prefill_answered(None)
-        draw = self.drawn.random()
-        first: Any = Token(is_all=draw < 0.1) if draw < 0.7 else None
+        first: Any = Token(is_all=self.drawn.chance(0.15)) if self.drawn.chance(0.7) else None
         offer = Offer(node, {"n": len(self.opened)}, "", first, {})
         is_answer = first is not None and first.is_all and exchange.is_stream
         return exchange.prefill_answered(offer, is_answer=is_answer)
@@ -423,15 +507,15 @@ class Schedule:
         asked, exchange = self.decode, self.exchange
         assert asked is not None
         node: Any = asked.node
-        if self.drawn.random() < self.p_loss:
+        if self.drawn.fault(self.setup.p_loss):
             self.decode = None
             self.lost_decodes.add(node)
             exchange.tried_decode[node] = RuntimeError("lost")  # type: ignore[assignment]
             return exchange.decode_lost(RuntimeError("lost"))
-        if self.is_stopped(asked) and self.drawn.random() < 0.2:
+        if self.is_stopped(asked) and self.drawn.fault(0.2):
             self.lost_decodes.add(node)  # a server whose policy is to fail such a request
             return exchange.decode_answered(Begun(500, {}, False, b"{}", (), "failed"))
-        result: Any = self.drawn.choice(("loaded", "failed", "none", "unknown"))
+        result: Any = self.drawn.pick(("loaded", "failed", "none", "unknown"))
         if not exchange.is_stream:
             return exchange.decode_answered(Begun(200, {}, False, b"{}", (), result))
         # A node that has to continue does; the others may choose another token.
@@ -439,30 +523,30 @@ class Schedule:
         got = [event.raw for event in self.received]
         name = "b" if ANSWERS["b"][0].raw in got else "a"  # that the client has the beginning of
         if told is None:
-            name = "a" if self.drawn.random() < 0.7 else "b"
-        elif told.num_tokens > 1 and self.drawn.random() < 0.05:
+            name = "a" if self.drawn.chance(0.7) else "b"
+        elif told.num_tokens > 1 and self.drawn.fault(0.05):
             told.is_other, self.may_fail = True, "another node chose other tokens"
         events = list(SENT[name][0 if told is None else told.num_tokens :])
-        if self.offers_answer:
+        if self.setup.offers_answer:
             events.append(LAST)
-        if self.drawn.random() < 0.1:
-            events = [*events[: self.drawn.randint(0, len(events))], ERROR]
+        if self.drawn.fault(0.1):
+            events = [*events[: self.drawn.part(0, len(events))], ERROR]
         self.stream = [*events, DONE]
-        num = self.drawn.randint(1, len(self.stream))
+        num = self.drawn.part(1, len(self.stream))
         begun, self.stream = self.stream[:num], self.stream[num:]
         self.num_answer_offers += LAST in begun
-        follows: Any = Told() if self.follows and node.abilities else None  # no other node could go on
+        follows: Any = Told() if self.setup.follows and node.abilities else None  # no other node could go on
         return exchange.decode_answered(Begun(200, {}, True, b"", begun, result, beginning=follows))
 
     def decode_goes_on(self) -> list[Action]:
         assert self.stream is not None
         if not self.stream:
             return self.exchange.decode_ended()
-        if self.drawn.random() < self.p_loss / 3:
+        if self.drawn.fault(self.setup.p_loss / 3):
             if self.exchange.beginning is None:
                 self.may_fail = "the answer was lost in the middle"
             return self.exchange.decode_broke(ApiError(502, "lost in the middle", kind="server_error"))
-        num = self.drawn.randint(1, len(self.stream))
+        num = self.drawn.part(1, len(self.stream))
         events, self.stream = self.stream[:num], self.stream[num:]
         if self.may_stop(events):
             events[-1], self.stream = self.stopped_at(events[-1]), []
@@ -475,14 +559,14 @@ class Schedule:
         num_sent = sum(b"token_ids" in event.raw for event in events)
         is_last = told is not None and told.num_tokens - told.num_repeated + num_sent >= NUM_TOKENS
         is_token = b"token_ids" in events[-1].raw
-        return told is not None and is_token and not is_last and self.drawn.random() < self.p_stop
+        return told is not None and is_token and not is_last and self.drawn.fault(self.setup.p_stop)
 
     def stopped_at(self, event: Event) -> Event:
         node, told = self.exchange.decode, self.exchange.beginning
-        self.drains = {node} if self.drawn.random() < 0.7 else set()  # type: ignore[arg-type]
-        told.is_told_whole = self.drawn.random() < 0.8  # type: ignore[union-attr,misc]
+        self.drains = {node} if self.drawn.chance(0.7) else set()  # type: ignore[arg-type]
+        told.is_told_whole = self.drawn.chance(0.8)  # type: ignore[union-attr,misc]
         raw = event.raw.replace(b'"finish_reason": null', b'"finish_reason": "moved"')
-        if self.drawn.random() < 0.2:
+        if self.drawn.chance(0.2):
             return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": null, "metrics": {}}'))
         self.stopped.append(number := 1000 + len(self.stopped))
         return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": {"n": %d}, "metrics": {}}' % number))
@@ -495,4 +579,5 @@ def explore(num: int, kind: type[Exchange] = Exchange, first_seed: int = 0) -> N
         PromiseBrokenError: One of them broke a promise; it names the seed.
     """
     for seed in range(first_seed, first_seed + num):
-        Schedule(seed, kind).run()
+        draws = RandomDraws(seed)
+        Schedule(Setup.drawn(draws), draws, kind, f"seed {seed}, ").run()

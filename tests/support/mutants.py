@@ -34,31 +34,17 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[2]
 Kind = Literal["condition", "swap", "message"]
-#: What a copy of the project needs.
-COPIED = (
-    "cli",
-    "connector",
-    "prove",
-    "reference",
-    "router",
-    "runner_mixin",
-    "src",
-    "tests",
-    "tools",
-    "transports",
-    "web",
-)
-COPIED_FILES = ("pyproject.toml", "README.md", "CHANGELOG.md")
 #: Commands of the router, and pages for people: what they do shows in tests that take processes or a browser.
 LEFT_OUT = frozenset({"main.py", "page.py", "__init__.py"})
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests that run together, as arguments of pytest."""
+    """Tests that run together, as arguments of pytest, and an expression of their marks."""
 
     name: str
     args: tuple[str, ...]
+    marks: str = "not full and not slow"
 
 
 EVERY_STATE = "tests/handoff/test_every_state.py"
@@ -66,7 +52,7 @@ EVERY_EXCHANGE = "tests/routing/test_every_exchange.py"
 #: By folder: what runs on a mutant in it.
 SUITES = {
     "connector/handoff": (
-        Suite("explorer", (EVERY_STATE, "-k", "promises_hold")),
+        Suite("explorer", (EVERY_STATE, "-k", "promises_hold"), "not full"),
         Suite("simulators", ("tests/handoff/test_simulation.py", "tests/stack", "-k", "promise or schedule")),
         Suite(
             "tests",
@@ -82,7 +68,7 @@ SUITES = {
         ),
     ),
     "router": (
-        Suite("explorer", (EVERY_EXCHANGE, "-k", "promises_hold")),
+        Suite("explorer", (EVERY_EXCHANGE, "-k", "promises_hold"), "not full"),
         Suite(
             "simulators",
             (
@@ -274,17 +260,12 @@ def _in_turn(rows: list[list[Mutant]]) -> Iterator[Mutant]:
 
 
 def copy_of_project(folder: Path) -> Path:
-    """Copy what the suites need."""
-    for name in COPIED:
-        shutil.copytree(
-            ROOT / name,
-            folder / name,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
-        )
-    shutil.copytree(ROOT / "docs", folder / "docs", symlinks=True)
-    for name in COPIED_FILES:
-        shutil.copy(ROOT / name, folder)
+    """Copy the project, as git knows it, with the module in C that was built for it."""
+    listed = subprocess.check_output(("git", "ls-files", "-co", "--exclude-standard"), cwd=ROOT, text=True)
+    built = [str(path.relative_to(ROOT)) for path in (ROOT / "transports").glob("_native*.so")]
+    for name in [*listed.splitlines(), *built]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     return folder
 
 
@@ -301,7 +282,7 @@ def passes(suite: Suite, folder: Path, limit_s: float) -> tuple[bool, float]:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not full",
+        suite.marks,
         *suite.args,
     ]
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}

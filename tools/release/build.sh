@@ -38,12 +38,14 @@ done
 for wheel in dist/*"_$(uname -m).whl"; do
 	rm -rf "$build/empty"
 	python -m venv "$build/empty"
-	"$build/empty/bin/python" -m pip install --quiet "$wheel"
+	version=${wheel#dist/kvferry-}
+	version=${version%%-*}
+	# By its name, so that the list of components has no path of this machine.
+	"$build/empty/bin/python" -m pip install --quiet --find-links dist "kvferry==$version"
 	"$build/empty/bin/python" tools/release/check_install.py
 done
 
 # What an installation of it consists of, from the venv above, and what every file is.
-version=$("$build/empty/bin/python" -c 'import kvferry; print(kvferry.__version__)')
 cyclonedx-py environment --output-reproducible --of JSON -o "dist/kvferry-$version.cdx.json" "$build/empty/bin/python"
 (cd dist && sha256sum -- * > SHA256SUMS)
 if [ -n "${SIGNING_KEY:-}" ]; then

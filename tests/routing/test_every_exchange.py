@@ -1,0 +1,44 @@
+"""A request's exchange keeps its promises in every state that it can reach, and the explorer finds what breaks them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.router.exchange import Exchange, State
+from tests.support.exchange_states import SMALL, Bound, Counterexample, explore_every
+
+from .test_exchange import BUGS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bound", SMALL, ids=str)
+def test_promises_hold_in_every_state_within_small_bounds(bound: Bound) -> None:
+    explored = explore_every(bound)
+    assert explored.num_ends > 1_000
+    # What is queued or moving goes on within the step in which it became so.
+    assert set(explored.states) == {state.value for state in State} - {"queued", "moving"}
+
+
+#: What is broken sooner than the promise that the random schedules find broken.
+SOONER = {"MovesAnswersThatAreOver": "a stream begins once"}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_each_planted_bug_is_found(bug: type[Exchange]) -> None:
+    with pytest.raises(Counterexample, match=f"^{SOONER.get(bug.__name__, BUGS[bug])}"):
+        [explore_every(bound, bug) for bound in SMALL]
+
+
+def test_a_counterexample_is_a_numbered_sequence_of_events() -> None:
+    class EndsTwice(Exchange):
+        def decode_ended(self):
+            return super().decode_ended() * 2
+
+    with pytest.raises(Counterexample) as caught:
+        explore_every(Bound(0, 1, 1, SMALL[1].fixed), EndsTwice)
+    assert caught.value.promise == "the client gets exactly one end"
+    assert caught.value.steps[0].startswith("begin()\n       → Place()")
+    assert "decode_ended()" in caught.value.steps[-1]
