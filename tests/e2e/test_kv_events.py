@@ -143,6 +143,8 @@ def test_no_tenant_is_served_or_placed_by_what_another_has_cached(
     assert [cached(salt) for salt in tenants] == [0, 0, 0]
     # Each finds its own, at the node that has them: the placement knows them apart.
     assert [cached(salt) for salt in tenants] == [19 * BLOCK_SIZE] * 3
-    for node in nodes:  # and nobody who asks a node by itself finds those of a tenant that the node has served
+    for (
+        node
+    ) in nodes:  # and nobody who asks a node by itself finds those of a tenant that the node has served
         reply = node.complete(prompt, max_tokens=1, cache_salt="a stranger")
         assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
