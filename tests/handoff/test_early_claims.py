@@ -160,6 +160,13 @@ def test_a_claim_of_a_withdrawn_offer_is_denied_at_once(announced: ProducerProto
     assert announced.withdraw(7) == []
 
 
+def test_an_offer_that_was_made_cannot_be_withdrawn(announced: ProducerProtocol) -> None:
+    parked(announced)
+    announced.offer("r", 7, TABLES, 12, now=1.0)
+    assert announced.withdraw(7) == []
+    assert announced.num_offers == 1
+
+
 def test_shutting_down_denies_early_claims(announced: ProducerProtocol) -> None:
     parked(announced)
     assert "shuts down" in denial(announced.shutdown(now=1.0)[:1])
