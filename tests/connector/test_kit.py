@@ -19,7 +19,7 @@ from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, 
 from kvferry.connector.testing.harness import node_maker
 from kvferry.connector.testing.loads import SEPARATE
 from kvferry.transports.testing.leaks import Leaks
-from tests.handoff import test_simulation as simulated
+from tests.support.handoff_simulator import planted as simulated
 from tests.support import planted_bugs
 
 
@@ -121,6 +121,9 @@ BUGS = [
     Bug("IgnoresTheModel", "test_another_models_cache_is_not_loaded", BYTES, "of request 'p'"),
     Bug("IgnoresEarlierBlocks", SIMILAR, BYTES, "has the values of token 4 of request 'p6'"),
     Bug("IgnoresTheOrderOfTokens", SIMILAR, BYTES, "'its blocks are swapped'"),
+    Bug("KeepsEightBitsOfATokenId", SIMILAR, BYTES, r"'its first token differs by 2 \*\* 8'"),
+    Bug("KeepsSixteenBitsOfATokenId", SIMILAR, BYTES, r"'its first token differs by 2 \*\* 16'"),
+    Bug("KeepsThirtyOneBitsOfATokenId", SIMILAR, BYTES, r"'its first token differs by 2 \*\* 31'"),
     Bug(
         "HandsOutOnce",
         "test_asking_changes_nothing",

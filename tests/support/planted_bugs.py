@@ -107,6 +107,22 @@ class IgnoresTheOrderOfTokens(HashesAnother):
         return replace(request, token_ids=sorted(request.prompt_token_ids))
 
 
+class KeepsEightBitsOfATokenId(HashesAnother):
+    num_bits = 8
+
+    def hashed(self, request: Request) -> Request:
+        kept = (1 << self.num_bits) - 1
+        return replace(request, token_ids=[token & kept for token in request.prompt_token_ids])
+
+
+class KeepsSixteenBitsOfATokenId(KeepsEightBitsOfATokenId):
+    num_bits = 16
+
+
+class KeepsThirtyOneBitsOfATokenId(KeepsEightBitsOfATokenId):
+    num_bits = 31
+
+
 class IgnoresTheModel(LayerStoreScheduler):
     def __init__(self, folder: Path, config: Any, spec: KVCacheSpec) -> None:
         super().__init__(folder, replace(config, model=replace(config.model, model="any")), spec)
