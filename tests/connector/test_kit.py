@@ -19,8 +19,8 @@ from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, 
 from kvferry.connector.testing.harness import node_maker
 from kvferry.connector.testing.loads import SEPARATE
 from kvferry.transports.testing.leaks import Leaks
-from tests.support.handoff_simulator import planted as simulated
 from tests.support import planted_bugs
+from tests.support.handoff_simulator import planted as simulated
 
 
 def cut_short(folder: Path) -> None:
