@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -26,9 +25,10 @@ if find_spec("hypothesis") is not None:  # the venv with vLLM has none
     hypothesis.settings.load_profile("kvferry")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A run that is told to end, as by `timeout` or a stopped job, lists its failures so far, as it does after Ctrl-C."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Not where the tests run, because processes that they fork would inherit the handler.
+    if config.getoption("numprocesses", None):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

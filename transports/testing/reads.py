@@ -382,7 +382,8 @@ class GuardPromises:
             guards.clear(HELD.index)
             memory[:] = 255
 
-        for num_bytes in (1, PAGE, POOL_BYTES):
+        # Odd ones too: the last slice of a read is mostly a short one.
+        for num_bytes in (1, PAGE, PAGE + 7, POOL_BYTES - 3, POOL_BYTES):
             guards.set(HELD.index, HELD.value)
             memory[:] = 1
             with on_guard_check(HELD, reuse):
