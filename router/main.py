@@ -53,6 +53,8 @@ DESCRIPTORS_EACH = 3
 MAX_LIMIT_MS = 1e7
 #: Seconds in which a connection that is being made is complete, or the next request of a connection arrives.
 HALF_OPEN_S = 0.5
+#: How long a drain may take where another process waits for the port.
+DRAIN_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -194,10 +196,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drain-timeout-s",
         type=float,
-        default=30.0,
         metavar="S",
         help="seconds that requests in flight have to finish after SIGTERM or SIGINT; a second signal ends the router at "
-        "once (default: %(default)g)",
+        f"once (default: {DRAIN_TIMEOUT_S:g}; with --reuse-port until the last one has ended, because another router serves the port)",
     )
     group.add_argument(
         "--rendezvous",
@@ -306,7 +307,8 @@ def _check_times(options: argparse.Namespace) -> None:
         "drain_delay_s",
         "dns_interval_s",
     ):
-        value = getattr(options, name)
+        if (value := getattr(options, name)) is None:
+            continue  # a default that depends on other options
         may_be_0 = not name.startswith(("check", "dns"))
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
             option = "--" + name.replace("_", "-")
@@ -350,12 +352,21 @@ async def _serve(
         router.stop()
 
 
+def drain_timeout_s(options: argparse.Namespace) -> float:
+    """How long requests in flight have to finish; infinity if nothing waits for this process to make way for another one."""
+    if options.drain_timeout_s is None:
+        return math.inf if options.reuse_port else DRAIN_TIMEOUT_S
+    timeout_s: float = options.drain_timeout_s
+    return timeout_s
+
+
 async def _drain(
     router: Router, server: asyncio.Server, listener: socket.socket, options: argparse.Namespace
 ) -> None:
     """Accept no more requests, and wait for those in flight."""
-    timeout_s = options.drain_timeout_s
-    logger.info("draining for up to %g s; a second signal ends the router at once", timeout_s)
+    timeout_s = drain_timeout_s(options)
+    until = f"for up to {timeout_s:g} s" if math.isfinite(timeout_s) else "until the last request has ended"
+    logger.info("draining %s; a second signal ends the router at once", until)
     router.announce_drain()
     await asyncio.sleep(options.drain_delay_s)
     if options.reuse_port:

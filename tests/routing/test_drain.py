@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import math
 import signal
 import socket
 import sys
@@ -17,7 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvferry.router.main import main
+from kvferry.router.main import configure, drain_timeout_s, main
 from tests.support.fake_nodes import serving
 
 ROUTER = Path(__file__).parents[2] / "examples" / "router.py"
@@ -147,6 +149,25 @@ async def test_a_router_that_must_end_at_once_tells_its_clients(how: str) -> Non
         assert "the router is stopping" in await router.rest()
         assert await router.ended() == 0
         assert time.monotonic() - began < 20  # the drain timeout's default is 30 s
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ((), 30.0),
+        (("--drain-timeout-s", "7"), 7.0),
+        (("--drain-timeout-s", "0"), 0.0),
+        (("--reuse-port",), math.inf),
+        (("--reuse-port", "--drain-timeout-s", "7"), 7.0),
+    ],
+)
+def test_a_drain_has_a_limit_unless_another_router_serves_the_port(
+    arguments: tuple[str, ...], seconds: float
+) -> None:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    options = parser.parse_args(["--node", "http://127.0.0.1:1", *arguments])
+    assert drain_timeout_s(options) == seconds
 
 
 @pytest.mark.parametrize(
