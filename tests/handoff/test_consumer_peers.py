@@ -337,6 +337,9 @@ def test_shutdown_ends_every_load_and_drops_every_peer(
         assert ended.outcome == ("dropped" if reach is draining else "failed")
     assert consumer.num_loads == 0
     assert consumer.next_deadline() == math.inf
+    # What was in flight from the peer is nobody's any more, and it is dropped once.
+    assert consumer.receive(PEER, welcome, 1.0) == []
+    assert consumer.shutdown(2.0) == []
 
 
 # -- a rank that is late -------------------------------------------------------------------------------

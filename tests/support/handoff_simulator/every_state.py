@@ -58,6 +58,8 @@ CONFIG = HandoffConfig(
     rendezvous_wait_s=28.0,
 )
 PRODUCER, CONSUMER = 0, 1
+#: The address of a node that is still to be upgraded.
+OLD = "sim://b"
 
 #: What `Simulation.offer` is told: a prompt of one block that is computed, one of two blocks of which none is yet, and an offer
 #: that is announced and then withdrawn.
@@ -100,7 +102,16 @@ class Bound:
         ways = [names[kind] for kind in self.offers] + ["rendezvous"] * self.with_rendezvous
         ranks = " to ".join(str(spread.num_ranks) for spread in self.spreads)
         limits = f"{self.num_requests} requests ({', '.join(ways)}), {self.num_faults} faults, {self.num_ticks} ticks"
-        return limits + (f", {ranks} ranks" if ranks != "1 to 1" else "")
+        old = [
+            name
+            for name, address in zip(("producer", "consumer"), self.addresses, strict=True)
+            if address == OLD
+        ]
+        return (
+            limits
+            + (f", {ranks} ranks" if ranks != "1 to 1" else "")
+            + "".join(f", old {name}" for name in old)
+        )
 
 
 class ExploredSimulation(Simulation):
@@ -733,6 +744,9 @@ LARGE = (
     Bound(2, 0, 0, (COMPUTED,), with_rendezvous=True),
     Bound(1, 1, 1, (COMPUTED,), with_rendezvous=True),
     Bound(1, 2, 0, (COMPUTED,)),
+    Bound(1, 1, 0, (COMPUTED,), addresses=(OLD, "sim://c")),
+    Bound(1, 1, 0, (COMPUTED,), addresses=("sim://a", OLD)),
+    Bound(1, 0, 0, (COMPUTED, EARLY), spreads=(Spread(2), Spread(1))),
 )
 
 
