@@ -35,8 +35,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ from fleet_figures import (
 from vllm_pair import ENVIRONMENT, write_random_model
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, free_port
+from kvferry.reference.demo.load import on_core
 from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.reference.engine.default_model import default_model_folder
 
@@ -77,17 +78,6 @@ class RequestFailed(Exception):
 
 
 # -- nodes -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """Let processes that start inside the block inherit one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def pin(node: LaunchedProcess, core: int) -> None:
