@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from typing import Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from .base import Arena, GuardTable
 from .copying import load_word, store_word
 from .errors import ConfigurationError, RegionError
 from .machine import memory_of_this_process
-from .regions import Guard, Pool, Segment
+from .regions import Extents, Guard, Int64Array, Pool, Segment
 
 HUGE_PAGE_BYTES = 2 << 20
 WORD_BYTES = 8
@@ -156,10 +157,16 @@ def private_arena(num_bytes: int) -> MappedArena:
 
 
 class WordTable(GuardTable):
-    """A guard table at the start of a writable mapping of `bytes_for(num_guards)`."""
+    """A guard table at the start of a writable mapping of `bytes_for(num_guards)`.
 
-    def __init__(self, mapping: Memory, num_guards: int) -> None:
+    Args:
+        checks_reads: See `GuardTable`; then the owner asks `may_read`.
+    """
+
+    def __init__(self, mapping: Memory, num_guards: int, *, checks_reads: bool = False) -> None:
         self.num_guards = num_guards
+        self.checks_reads = checks_reads
+        self._allowed: dict[int, Callable[[], Extents] | Extents] = {}
         self._mapping = mapping  # keeps the words mapped
         self.address = address_of(mapping)
 
@@ -169,9 +176,9 @@ class WordTable(GuardTable):
         return num_guards * WORD_BYTES
 
     @classmethod
-    def anonymous(cls, num_guards: int) -> Self:
+    def anonymous(cls, num_guards: int, *, checks_reads: bool = False) -> Self:
         """Make a table in memory that no other process can map."""
-        return cls(mmap.mmap(-1, cls.bytes_for(num_guards)), num_guards)
+        return cls(mmap.mmap(-1, cls.bytes_for(num_guards)), num_guards, checks_reads=checks_reads)
 
     def set(self, index: int, value: int) -> None:
         require_guard(Guard(index, value), self.num_guards)
@@ -180,6 +187,26 @@ class WordTable(GuardTable):
     def clear(self, index: int) -> None:
         require_guard(Guard(index, 1), self.num_guards)
         store_word(self.address + index * WORD_BYTES, 0)
+        # After the word: a peer that is no longer kept to these bytes finds a guard that does not hold.
+        self._allowed.pop(index, None)
+
+    def allow(self, index: int, extents_of: Callable[[], Extents]) -> None:
+        if self.checks_reads:
+            self._allowed[index] = extents_of
+
+    def may_read(self, guard: Guard, offsets: Int64Array, lengths: Int64Array) -> bool:
+        """Return whether regions of the pool are allowed under a guard, or the guard does not hold, so that nothing is sent.
+
+        Any thread may clear the guard meanwhile.
+        """
+        extents = self._allowed.get(guard.index)
+        if extents is None:
+            return True
+        if not isinstance(extents, Extents):
+            extents_of, extents = extents, extents()
+            if self._allowed.get(guard.index) is extents_of:
+                self._allowed[guard.index] = extents
+        return extents.cover(offsets, lengths) or not self.holds(guard)
 
     def holds(self, guard: Guard) -> bool:
         """Return whether the guard holds now."""
@@ -187,6 +214,7 @@ class WordTable(GuardTable):
 
     def clear_all(self) -> None:
         """Make every later check of every word fail."""
+        self._allowed.clear()
         ctypes.memset(self.address, 0, self.num_guards * WORD_BYTES)
         store_word(self.address, 0)  # memset has no fence; this store does
 

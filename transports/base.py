@@ -57,13 +57,13 @@ by step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from .errors import KVTransferError
 from .options import parse_options
-from .regions import Guard, Pool, RegionPairs, Segment
+from .regions import Extents, Guard, Pool, RegionPairs, Segment
 
 #: The longest control message. `send` refuses longer ones, and a peer that announces one is dropped.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -153,6 +153,19 @@ class GuardTable(ABC):
     @abstractmethod
     def clear(self, index: int) -> None:
         """Make every later check of guard `index` fail. Call it before the guarded bytes change."""
+
+    #: Whether the owner of the memory sends it, and so can keep peers to what `allow` says. Otherwise peers take the bytes
+    #: themselves.
+    checks_reads: bool = False
+
+    def allow(self, index: int, extents_of: Callable[[], Extents]) -> None:  # noqa: B027 - optional
+        """Let peers read only these bytes under guard `index`, until it is cleared. Before this they may read all.
+
+        Call it before `set`, and again when there are more bytes. It does nothing if `checks_reads` is False.
+
+        Args:
+            extents_of: Called at most once, by the thread that answers the first read, because most guards are never used.
+        """
 
 
 # == the transport =================================================================================

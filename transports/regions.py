@@ -91,6 +91,31 @@ class Pool:
         return addresses
 
 
+class Extents:
+    """Bytes of a pool, as runs that neither touch nor overlap.
+
+    Args:
+        starts: Offset of the first byte of each run, shape `(num_runs,)`. Runs may touch and overlap, in any order.
+        ends: Offset after its last byte, likewise.
+    """
+
+    def __init__(self, starts: Int64Array, ends: Int64Array) -> None:
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], np.maximum.accumulate(ends[order])
+        # Where a run begins after everything before it.
+        firsts = np.ones(len(starts), dtype=bool)
+        firsts[1:] = starts[1:] > ends[:-1]
+        self._starts = starts[firsts]
+        self._ends = ends[np.append(np.flatnonzero(firsts)[1:] - 1, len(ends) - 1)] if len(ends) else ends
+
+    def cover(self, offsets: Int64Array, lengths: Int64Array) -> bool:
+        """Return whether regions lie in it, each of them in one run. Offset plus length must be less than 2**63."""
+        if not len(self._starts):
+            return not len(offsets)
+        runs = self._starts.searchsorted(offsets, side="right") - 1
+        return bool((runs >= 0).all() and (offsets + lengths <= self._ends[runs]).all())
+
+
 class RegionPairs:
     """Which remote regions a read copies into which local ones.
 

@@ -117,13 +117,17 @@ class ServedPool(RegisteredPool):
             rows: `(num_rows, 2)`: offset, number of bytes.
 
         Raises:
-            ProtocolError: a region is outside the pool, or the guard outside the table.
+            ProtocolError: a region is outside the pool, or the guard outside the table; or the guard holds, and the region
+                is not what it was set for.
         """
         try:
             require_guard(guard, self.guards.num_guards)
-            return self.pool.addresses(rows[:, 0], rows[:, 1])
+            addresses = self.pool.addresses(rows[:, 0], rows[:, 1])
         except RegionError as error:
             raise ProtocolError(f"the peer asks for what does not exist: {error}") from error
+        if not self.guards.may_read(guard, rows[:, 0], rows[:, 1]):
+            raise ProtocolError(f"the peer asks for bytes that it was not granted with guard {guard.index}")
+        return addresses
 
     def read(self, sources: AddressArray, lengths: Int64Array) -> bytes:
         """Return the bytes of regions of a pool in main memory, end to end."""
@@ -297,7 +301,7 @@ class HostTransport(PeerTransport):
         assert self.options_type is not None, "the subclass sets it"
         self.options = cast(Any, parse_options(self.options_type, options, self.scheme))
         with outside(f"cannot open transport {self.scheme!r}", ConfigurationError):
-            self.guards = WordTable.anonymous(self.options.num_guards)
+            self.guards = WordTable.anonymous(self.options.num_guards, checks_reads=True)
 
     @abstractmethod
     def make_backend(self, peers: PeerTable[Any], served: ServedPool) -> Backend[Any]:

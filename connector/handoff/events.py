@@ -108,11 +108,24 @@ class Send:
 
 @dataclass(frozen=True)
 class SetGuard:
-    """Make guard `index` hold `value`, for the offer of this request."""
+    """Make guard `index` hold `value`, for the offer of this request.
+
+    Attributes:
+        block_ids: What peers may read under it: one block table per group.
+    """
 
     index: int
     value: int
     request_id: str
+    block_ids: BlockTables
+
+
+@dataclass(frozen=True)
+class ExtendGuard:
+    """Let peers read these blocks under guard `index`, which are those of before and more. The guard holds what it held."""
+
+    index: int
+    block_ids: BlockTables
 
 
 @dataclass(frozen=True)
@@ -230,6 +243,7 @@ Action = (
     Connect
     | Send
     | SetGuard
+    | ExtendGuard
     | ClearGuard
     | StartRead
     | Disconnect

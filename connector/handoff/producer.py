@@ -22,6 +22,7 @@ from .events import (
     ClaimUnmet,
     ClearGuard,
     Disconnect,
+    ExtendGuard,
     Identity,
     OfferEnded,
     Send,
@@ -76,7 +77,7 @@ class ProducerProtocol:
 
     def __init__(self, identity: Identity, config: HandoffConfig, num_guards: int) -> None:
         self._welcome = _welcome_of(identity)
-        self._layout = identity.layout
+        self.layout = identity.layout
         self.spoken = identity.spoken
         self._config = config
         self._free_guards = list(range(num_guards))
@@ -395,7 +396,8 @@ class ProducerProtocol:
         grants = self._send_to(offer.claimants.peers, offer.granted)
         # A consumer may read as soon as it has a grant, so the guard must be set before the grant is sent.
         value = offer.granted.guard_value or offer.lease
-        return [SetGuard(offer.granted.guard_index, value, offer.request_id), *grants]
+        granted = offer.granted
+        return [SetGuard(granted.guard_index, value, offer.request_id, granted.block_ids), *grants]
 
     def _claim(self, peer: ConsumerPeer, claim: Claim, now: float) -> list[Action]:
         offer = self._named(claim)
@@ -447,7 +449,11 @@ class ProducerProtocol:
             progress = offer.extend(block_ids, num_ready)
         except KVTransferStateError:
             return self._revoke(offer, "aborted", "was aborted: its request has other blocks now")
-        return [] if progress is None else self._send_to(offer.claimants.peers, progress)
+        if progress is None:
+            return []
+        # Before a consumer knows of the blocks, because it may read them at once.
+        extended = ExtendGuard(offer.granted.guard_index, block_ids)
+        return [extended, *self._send_to(offer.claimants.peers, progress)]
 
     def _heartbeat(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
         for lease in heartbeat.leases:
@@ -516,7 +522,7 @@ class ProducerProtocol:
     def _answer_hello(self, peer_id: int, version: int) -> list[Action]:
         welcome = replace(self._welcome, version=version)
         if version < GRAIN_VERSION:
-            welcome = replace(welcome, layout=self._layout.to_plain(with_grain=False))
+            welcome = replace(welcome, layout=self.layout.to_plain(with_grain=False))
         return [Send(peer_id, welcome, version)]
 
     def _send_to(self, peers: Iterable[int], message: ProducerMessage) -> list[Action]:

@@ -51,6 +51,7 @@ from ..handoff.events import (
     ClearGuard,
     Connect,
     Disconnect,
+    ExtendGuard,
     Identity,
     LayersLeftOut,
     LoadEnded,
@@ -64,6 +65,7 @@ from ..handoff.events import (
 )
 from ..handoff.messages import encode
 from ..handoff.node import NodeProtocol
+from ..planning.extents import BlockExtents
 from .computed import AT_ONCE, Mark, Watch
 from .offer_guards import OfferGuards
 from .orders import HandoffMetadata, OfferOrder, OpenOrder, RequestOrders
@@ -345,7 +347,7 @@ class _Driver:
         log: LimitedLog,
         trace: HandoffTrace | None,
     ) -> None:
-        self._guards = OfferGuards(guards)
+        self._guards = OfferGuards(guards, BlockExtents(protocol.producer.layout))
         self._num_guards = guards.num_guards
         self._number = 0  # of the orders that are carried out
         self._endpoint = endpoint
@@ -646,6 +648,10 @@ class _Driver:
         match action:
             case SetGuard():
                 return self._set_guard(action)
+            case ExtendGuard(index, block_ids):
+                # If it fails, a peer that reads the new blocks is refused, and computes them itself.
+                with survived("cannot extend a guard", self._log):
+                    self._guards.allow(index, block_ids)
             case ClearGuard(index):
                 self._clear_guard(index)
             case Send():
@@ -692,6 +698,7 @@ class _Driver:
     def _set_guard(self, action: SetGuard) -> list[Action]:
         try:
             with undocumented("cannot set a guard", self._log):
+                self._guards.allow(action.index, action.block_ids)
                 if self._guards.set(action.index, action.value, action.request_id, self._number):
                     return []
         except KVTransferError as error:

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 
 from ...transports.base import GuardTable
+from ..handoff.events import BlockTables
+from ..planning.extents import BlockExtents
 
 
 class OfferGuards:
     """A guard table that two threads use: the one that carries out orders, and the one that submits them.
 
     Orders are numbered as they are submitted. The lock is held for a few stores only.
+
+    Args:
+        extents: The bytes of blocks, for owners that check what peers read.
     """
 
-    def __init__(self, table: GuardTable) -> None:
+    def __init__(self, table: GuardTable, extents: BlockExtents) -> None:
         self._table = table
+        self._extents = extents
         self._lock = threading.Lock()
         self._request_of: dict[int, str] = {}  # by index, of the guards that are set
         self._retracted: dict[str, int] = {}  # by request: the last order whose offers are void
@@ -41,6 +48,10 @@ class OfferGuards:
             self._table.set(index, value)
             self._request_of[index] = request_id
             return True
+
+    def allow(self, index: int, block_ids: BlockTables) -> None:
+        """Let peers read these blocks, and no others, under a guard. Call it before `set`."""
+        self._table.allow(index, partial(self._extents.of, block_ids))
 
     def clear(self, index: int) -> None:
         """Clear a guard. The engine may have cleared it already."""

@@ -238,6 +238,7 @@ WITHOUT_COUNTERPART: dict[type[object], str] = {
     simulated.FreesBeforeItClears: _NO_READ_AT_WILL,
     simulated.NeverClears: _NO_READ_AT_WILL,
     simulated.UsesOneGuardValue: _NO_READ_AT_WILL,
+    simulated.ForgetsToExtendGuards: "a store decides by itself whom it gives what",
     simulated.ExpectsOneGuardValue: _NO_READ_AT_WILL,
     simulated.AcceptsStaleBytes: f"{_NO_READ_AT_WILL}; of a store: DoesNotReportAFailedLoad",
     simulated.ReportsBeforeTheReadEnded: f"{_NO_READ_AT_WILL}; of a store: ReportsBeforeTheBytes, WritesAfterAnAbort",

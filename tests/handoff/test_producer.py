@@ -11,6 +11,7 @@ from kvferry.connector.handoff.events import (
     Action,
     ClearGuard,
     Disconnect,
+    ExtendGuard,
     Identity,
     OfferEnded,
     Send,
@@ -264,7 +265,8 @@ def test_claimants_are_told_which_blocks_become_ready(producer: ProducerProtocol
     opened(producer)
     assert producer.extend("r", ((4, 5),), 8) == []
     assert producer.complete("r", TABLES, now=1.0) == [
-        Send(PEER, Progress("r", 1, num_ready=12, more_block_ids=((6,),)))
+        ExtendGuard(1, TABLES),
+        Send(PEER, Progress("r", 1, num_ready=12, more_block_ids=((6,),))),
     ]
     assert producer.num_offers == 1
 

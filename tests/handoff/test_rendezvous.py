@@ -53,7 +53,7 @@ def test_a_claim_that_comes_before_its_request_is_granted_when_the_offer_is_made
     assert producer.announce("r", LEASE, NAME, now=1.0) == []
     guarded, granted = producer.open("r", LEASE, TABLES, 12, 4, "c", GUARD_VALUE)
     # The lease number came from outside, so the guard holds a number that the producer drew.
-    assert guarded == SetGuard(1, GUARD_VALUE, "r")
+    assert guarded == SetGuard(1, GUARD_VALUE, "r", TABLES)
     assert granted == Send(
         PEER,
         Grant(

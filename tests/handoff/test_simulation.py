@@ -22,6 +22,7 @@ from tests.support.handoff_simulator import (
     explore_without_faults,
 )
 from tests.support.handoff_simulator.planted import (
+    OUT_OF_BOUNDS,
     PLANTED,
     WRONG_BYTES,
     DeliversToTheFirstRank,
@@ -301,7 +302,8 @@ def test_a_guard_value_that_is_used_again_is_found() -> None:
     promise = first_broken_promise(
         UsesOneGuardValue, ExpectsOneGuardValue, True, drive=explore_without_faults
     )
-    assert promise == WRONG_BYTES
+    # It reads the blocks of the offer before, which are not those that the guard is set for now.
+    assert promise in (WRONG_BYTES, OUT_OF_BOUNDS)
 
 
 @pytest.mark.parametrize(

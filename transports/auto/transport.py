@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..options import parse_options, require_valid
 from ..outside import outside
-from ..regions import Guard, Pool, RegionPairs
+from ..regions import Extents, Guard, Pool, RegionPairs
 from ..registry import check_options, create_transport
 from ..shm import SharedMemoryTransport
 from ..shm.cuda import NotExportableError
@@ -228,6 +228,7 @@ class _JoinedGuards(GuardTable):
     def __init__(self, tables: Sequence[GuardTable]) -> None:
         self._tables = tables
         self.num_guards = min(table.num_guards for table in tables)
+        self.checks_reads = any(table.checks_reads for table in tables)
 
     def set(self, index: int, value: int) -> None:
         for table in self._tables:
@@ -236,6 +237,10 @@ class _JoinedGuards(GuardTable):
     def clear(self, index: int) -> None:
         for table in self._tables:
             table.clear(index)
+
+    def allow(self, index: int, extents_of: Callable[[], Extents]) -> None:
+        for table in self._tables:
+            table.allow(index, extents_of)
 
 
 class AutoEndpoint(Endpoint):

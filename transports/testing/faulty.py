@@ -17,7 +17,7 @@ from ..errors import (
     TransportClosedError,
 )
 from ..options import parse_options
-from ..regions import Guard, Pool, RegionPairs
+from ..regions import Extents, Guard, Pool, RegionPairs
 from ..registry import create_transport
 from .faults import Fault, FaultOptions, Script
 from .wrapping import RenamedEndpoint, WrappedTransport
@@ -46,6 +46,7 @@ class _FaultyGuards(GuardTable):
 
     def __init__(self, inner: GuardTable, script: Script) -> None:
         self.num_guards = inner.num_guards
+        self.checks_reads = inner.checks_reads
         self._inner = inner
         self._script = script
 
@@ -54,6 +55,9 @@ class _FaultyGuards(GuardTable):
 
     def clear(self, index: int) -> None:
         _call(self._script, "clear_guard", lambda: self._inner.clear(index))
+
+    def allow(self, index: int, extents_of: Callable[[], Extents]) -> None:
+        self._inner.allow(index, extents_of)
 
 
 class FaultyTransport(WrappedTransport):

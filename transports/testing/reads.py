@@ -21,7 +21,7 @@ from ..errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from ..regions import Guard, Pool
+from ..regions import Extents, Guard, Pool
 from .harness import (
     DEADLINE_S,
     HELD,
@@ -218,6 +218,36 @@ class ReadPromises:
     ) -> None:
         read_unchecked(link, 0, 1, guard)
         self._require_dropped(world, link)
+
+    def test_the_owner_keeps_a_peer_to_what_its_guard_was_set_for(
+        self, world: World, link: Link, read_unchecked: ReadUnchecked
+    ) -> None:
+        """A transport whose peers take the bytes themselves cannot do this, and says so by `checks_reads`."""
+        guards = link.producer.transport.guards
+        if not guards.checks_reads:
+            pytest.skip("the owner takes no part in reads")
+        allowed = Extents(np.array([100, 300]), np.array([200, 400]))
+        guards.allow(HELD.index, lambda: allowed)
+        before, inside = link.consumer.memory().copy(), pairs_of((7, 100, 100), (500, 310, 20))
+        ended = world.read(link, inside, HELD)
+        require(ended.error is None, f"{SERVED}, and serves what is allowed", ended)
+        expected = before.copy()
+        expected[7:107], expected[500:520] = link.producer.memory()[100:200], link.producer.memory()[310:330]
+        same_bytes(link.consumer.memory(), expected, ARRIVES)
+        # A peer may ask too late. Then it is told so, and nothing else.
+        other = Guard(HELD.index, HELD.value + 1)
+        _require_stale(world.read(link, pairs_of((0, 0, 100)), other))
+        read_unchecked(link, 199, 2, HELD)
+        self._require_dropped(world, link)
+
+    def test_a_guard_that_was_cleared_restricts_nothing_afterwards(self, world: World, link: Link) -> None:
+        guards = link.producer.transport.guards
+        guards.allow(HELD.index, lambda: Extents(np.array([100]), np.array([200])))
+        guards.clear(HELD.index)
+        _require_stale(world.read(link, pairs_of((0, 0, 100)), HELD))
+        guards.set(HELD.index, HELD.value + 1)
+        ended = world.read(link, pairs_of((0, 0, 100)), Guard(HELD.index, HELD.value + 1))
+        require(ended.error is None, "a guard restricts reads only after `allow`, and until `clear`", ended)
 
     def _require_dropped(self, world: World, link: Link) -> None:
         world.serve(lambda: bool(link.producer.of_type(PeerLost)), promise=f"{SERVED}: it drops the peer")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.connector.handoff.consumer import ConsumerProtocol
-from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
+from kvferry.connector.handoff.events import ClearGuard, ExtendGuard, LoadEnded, SetGuard
 from kvferry.connector.handoff.loads import Verdict
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.transports.regions import Guard
@@ -42,6 +42,13 @@ class UsesOneGuardValue(ProducerProtocol):
             replace(action, value=ONE_VALUE) if isinstance(action, SetGuard) else action
             for action in super()._make(offer)
         ]
+
+
+class ForgetsToExtendGuards(ProducerProtocol):
+    """Its owner would refuse what it has granted itself."""
+
+    def _extend(self, *args: Any, **kwargs: Any) -> Any:
+        return [action for action in super()._extend(*args, **kwargs) if not isinstance(action, ExtendGuard)]
 
 
 class ExpectsOneGuardValue(ConsumerProtocol):
@@ -154,6 +161,7 @@ class ReleasesTheFirstRankOnly(ConsumerProtocol):
 
 
 FREED_TOO_EARLY = "the guard is cleared before blocks can be reused"
+OUT_OF_BOUNDS = "a read lies within what its guard was set for"
 WRONG_BYTES = "loaded bytes are the offered ones"
 
 
@@ -177,6 +185,7 @@ PLANTED = {
     "load-reported-twice": Planted("reported once", consumer=ReportsTwice),
     "load-reported-while-reading": Planted("nothing writes", consumer=ReportsBeforeTheReadEnded),
     "lost-load-forgotten": Planted("every offer and every load", consumer=ForgetsLoadsOfLostPeers),
+    "guard-never-extended": Planted(OUT_OF_BOUNDS, ForgetsToExtendGuards),
     "not-computed-is-ready": Planted(WRONG_BYTES, CountsWhatIsNotComputed),
     "waits-forever": Planted("something still waits", consumer=NeverGivesUp),
     "awaits-forever": Planted("something still waits", AwaitsRequestsForever),

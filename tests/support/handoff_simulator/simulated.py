@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.connector.handoff.events import Action, Identity, RemoteOffer, StartRead
+from kvferry.connector.handoff.events import Action, BlockTables, Identity, RemoteOffer, StartRead
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.planning.layout import KVLayout, per_layer_layout, uniform_layout
 from kvferry.connector.planning.slots import Shard, SlotArray
@@ -128,6 +128,7 @@ class SimulatedRank:
     protocol: NodeProtocol
     pool: Bytes
     guards: list[int] = field(default_factory=lambda: [0] * NUM_GUARDS)
+    allowed: dict[int, BlockTables] = field(default_factory=dict)
     links: dict[int, tuple[SimulatedRank, int]] = field(default_factory=dict)
     inbox: dict[int, deque[PeerEvent]] = field(default_factory=dict)
     reads: dict[tuple[str, int], SimulatedRead] = field(default_factory=dict)

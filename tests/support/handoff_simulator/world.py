@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from functools import cache
+
+import numpy as np
 
 from kvferry.connector.handoff.events import (
     Action,
     ClearGuard,
     Connect,
     Disconnect,
+    ExtendGuard,
     LoadEnded,
     OfferEnded,
     Send,
@@ -19,6 +23,8 @@ from kvferry.connector.handoff.events import (
 from kvferry.connector.handoff.loads import LoadState
 from kvferry.connector.handoff.messages import encode
 from kvferry.connector.handoff.offers import OfferState
+from kvferry.connector.planning.extents import BlockExtents
+from kvferry.connector.planning.layout import KVLayout
 from kvferry.transports.errors import (
     KVTransferError,
     PeerLostError,
@@ -31,6 +37,11 @@ from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, SimulatedR
 
 #: Peer ids are above this and below 2**40, and no other number is: a program that compares two worlds can tell them apart.
 FIRST_PEER_ID = 10**9
+
+
+@cache
+def _extents_of(layout: KVLayout) -> BlockExtents:
+    return BlockExtents(layout)
 
 
 class SimulatedWorld(ABC):
@@ -164,6 +175,10 @@ class SimulatedWorld(ABC):
             self._end_read(rank, key, read.error)
         elif read.num_copied < len(read.order.pairs):
             local, remote, size = (int(value) for value in read.order.pairs.table[read.num_copied])
+            if holds:
+                extents = _extents_of(read.source.identity.layout).of(read.source.allowed[guard.index])
+                is_allowed = extents.cover(np.array([remote]), np.array([size]))
+                self.require(is_allowed, "a read lies within what its guard was set for")
             rank.pool[local : local + size] = read.source.pool[remote : remote + size]
             read.num_copied += 1
         else:
@@ -245,8 +260,10 @@ class SimulatedWorld(ABC):
                 if peer_id in rank.links:
                     remote, remote_peer_id = rank.links[peer_id]
                     remote.inbox[remote_peer_id].append(data)
-            case SetGuard(index, value, _):
-                rank.guards[index] = value
+            case SetGuard(index, value, _, block_ids):
+                rank.guards[index], rank.allowed[index] = value, block_ids
+            case ExtendGuard(index, block_ids):
+                rank.allowed[index] = block_ids
             case ClearGuard(index):
                 rank.guards[index] = 0
             case StartRead():
