@@ -49,16 +49,14 @@ from fleet_figures import (
     ITL_RULES,
     LOADS,
     Answer,
-    Conversation,
-    Turn,
     Unloaded,
+    comparison,
     figures_of,
     paced,
     plot,
+    predict,
     prompt_tokens,
-    read_trace,
     row_of,
-    sizes,
     table,
 )
 from vllm_pair import ENVIRONMENT, write_random_model
@@ -67,8 +65,13 @@ from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchErr
 from kvferry.reference.demo.load import on_core
 from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.sizing.costs import Costs, read_costs, write_costs
+from kvferry.sizing.loads import Conversation, Turn, read_trace_file, sizes
+from kvferry.sizing.measuring import measure
+from kvferry.web.access import NodeAccess
 
 BLOCK_SIZE = 32
+MAX_REQUESTS = 32
 START_TIMEOUT_S, ROUTER_TIMEOUT_S, SETTLE_TIMEOUT_S = 900.0, 60.0, 60.0
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
@@ -99,7 +102,7 @@ def start_nodes(
         connector: "kvferry" or "nixl".
     """
     limits = ["--max-model-len", str(-(-(longest + 1) // BLOCK_SIZE) * BLOCK_SIZE)]
-    limits += ["--max-num-batched-tokens", str(options.chunk_tokens), "--max-num-seqs", "32"]
+    limits += ["--max-num-batched-tokens", str(options.chunk_tokens), "--max-num-seqs", str(MAX_REQUESTS)]
     limits += ["--dtype", "float32", "--block-size", str(BLOCK_SIZE)]
     num_blocks = str(options.pool_tokens // BLOCK_SIZE)
     cores = sorted(os.sched_getaffinity(0))[: options.nodes]
@@ -416,10 +419,13 @@ class Benchmark:
             self.results["unloaded"] = {"ttft_s": idle.ttfts, "itl_s": idle.itl_s}
             ttfts = ", ".join(f"{number}: {seconds * 1e3:,.0f}" for number, seconds in idle.ttfts.items())
             self.say(f"One idle node: ITL {idle.itl_s * 1e3:.1f} ms; TTFT in ms by prompt tokens: {ttfts}.")
+            if self.options.costs is not None and not self.options.costs.exists():
+                await self.measure_costs([node.url for node in nodes[:2]])
             for load, own in plans.items():
                 rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-                for number, unpaced in enumerate(own):
-                    plan, unit_s = paced(unpaced, idle, self.options.nodes, self.options.intensity)
+                paces = [paced(each, idle, self.options.nodes, self.options.intensity) for each in own]
+                predicted = self.predict(ways, [plan for plan, _ in paces])
+                for number, (plan, _) in enumerate(paces):
                     first = number % len(ways)
                     for name in [*ways][first:] + [*ways][:first]:
                         salt = f"{self.options.seed} {load} {number} {name}"
@@ -427,11 +433,40 @@ class Benchmark:
                         print(f"measured {load}, round {number + 1}, {name}", file=sys.stderr, flush=True)
                 rows = [row_of(load, name, told) for name, told in rounds.items()]
                 self.results["rows"] += rows
-                how = (
-                    f"{sum(map(len, own[0]))} requests per round; {unit_s:.3g} s per unit of the load's time"
-                )
+                how = f"{sum(map(len, own[0]))} requests per round; {paces[-1][1]:.3g} s per unit of the load's time"
                 tables = table(rows, self.results["factors"], self.options.factor)
                 self.say(f"### {load}\n\n{how}\n\n{tables}")
+                if predicted:
+                    self.say(comparison(predicted, rounds))
+
+    async def measure_costs(self, urls: Sequence[str]) -> None:
+        """Measure what `kvferry plan --measure` measures, and write it where it would."""
+        before = Costs(chunk_tokens=self.options.chunk_tokens, max_requests=MAX_REQUESTS)
+
+        def say(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
+
+        timeout_s = self.options.request_timeout_s
+        idle, _ = await measure(urls, before, say, timeout_s, NodeAccess())
+        # Nodes on one machine share its memory bus. So each is measured again while another one does the same.
+        say("again, all nodes at once")
+        both = [measure([url], idle, say, timeout_s, NodeAccess()) for url in urls]
+        (costs, _), *_ = await asyncio.gather(*both)
+        write_costs(costs, self.options.costs)
+
+    def predict(
+        self, ways: Mapping[str, Way], plans: Sequence[Sequence[Conversation]]
+    ) -> dict[str, list[Mapping[str, float]]]:
+        """Return the figures of all rounds that the costs of `--costs` predict, by way."""
+        if self.options.costs is None:
+            return {}
+        costs = read_costs(self.options.costs)
+        found = {name: [predict(name, plan, costs, self.options.nodes) for plan in plans] for name in ways}
+        return {
+            name: known
+            for name, own in found.items()
+            if (known := [each for each in own if each is not None])
+        }
 
     async def measure(
         self,
@@ -506,6 +541,13 @@ def parse() -> argparse.Namespace:
     add("--itl", "mean", "which of a request's gaps must keep the limit", choices=tuple(ITL_RULES))
     add("--chunk-tokens", 512, "most tokens that a node computes in one step")
     add("--pool-tokens", 16384, "tokens in a node's cache")
+    add(
+        "--costs",
+        None,
+        "predict figures, before they are measured, from these costs; if there is no such file, measure and write it",
+        type=Path,
+        metavar="FILE",
+    )
     add("--seed", 0, "seed of lengths, arrivals and tokens")
     add("--request-timeout-s", 300.0, "seconds until a request has failed")
     add("--output", None, "folder for fleet.json, fleet.md and fleet.svg", type=Path, metavar="FOLDER")
@@ -525,9 +567,9 @@ def run(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
     ways = chosen_ways(options)
     named = {name: LOADS[name] for name in options.loads}
     for path in options.trace:
-        lines = path.read_text().splitlines()
+        requests = read_trace_file(path, options.scale, options.requests)
         trace_name = f"{path.stem}, lengths / {options.scale:g}"
-        named[trace_name] = lambda chance, number, size, lines=lines: read_trace(lines, options.scale, number)
+        named[trace_name] = lambda chance, number, size, requests=requests: requests
     plans = {
         name: [
             load(random.Random(f"{options.seed} {name} {number}"), options.requests, options.size)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
+
+from kvferry.router.fleet import Fleet
+from kvferry.router.placement import Limits
+from kvferry.sizing.costs import Costs
+from kvferry.sizing.loads import Conversation, Turn, arrivals_of, sizes
+from kvferry.sizing.simulation import FleetSimulation, fixed_roles, least_load
 
 #: The multiples of an idle node's figures for which goodput is printed.
 FACTORS = (2.0, 3.0, 5.0, 10.0)
@@ -26,24 +31,6 @@ FIRST_TOKEN = 100
 # -- loads -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One request.
-
-    Attributes:
-        after: Time from the start of the load to the first turn; to later ones, from the end of the answer before. In units of
-            the load until it is `paced`, then in seconds.
-        pieces: What it appends to the conversation: keys and numbers of tokens. Equal keys have equal tokens.
-        max_tokens: Length of its answer.
-    """
-
-    after: float
-    pieces: tuple[tuple[str, int], ...]
-    max_tokens: int
-
-
-#: The turns of a conversation. A single request is a conversation of one turn.
-Conversation = tuple[Turn, ...]
 #: (chance, number of requests, factor of all lengths) → conversations.
 Load = Callable[[random.Random, int, float], list[Conversation]]
 
@@ -100,27 +87,6 @@ LOADS: Mapping[str, Load] = {
 }
 
 
-def read_trace(lines: Sequence[str], scale: float, number: int) -> list[Conversation]:
-    """Return a trace's first requests, with their arrivals in seconds. Lengths are divided by `scale`.
-
-    A prompt begins like another one as far as their `hash_ids` are equal. Each stands for 512 tokens of the original.
-    """
-    requests: list[Conversation] = []
-    for own, line in enumerate(lines[:number]):
-        row = json.loads(line)
-        left = max(1, round(row["input_length"] / scale))
-        pieces = []
-        for block in row.get("hash_ids", ()):
-            pieces.append((f"block {block}", min(left, max(1, round(512 / scale)))))
-            left -= pieces[-1][1]
-            if not left:
-                break
-        pieces += [(f"prompt {own}", left)] if left else []
-        answer = max(1, round(row["output_length"] / scale))
-        requests.append((Turn(row["timestamp"] / 1e3, tuple(pieces), answer),))
-    return requests
-
-
 def prompt_tokens(salt: str, turn: Turn, vocabulary: int) -> list[int]:
     """Return the tokens that a turn appends. They depend on the salt and on the pieces' keys alone."""
     return [
@@ -128,16 +94,6 @@ def prompt_tokens(salt: str, turn: Turn, vocabulary: int) -> list[int]:
         for key, number in turn.pieces
         for token in random.Random(f"{salt} {key}").choices(range(FIRST_TOKEN, vocabulary), k=number)
     ]
-
-
-def sizes(plan: Sequence[Conversation]) -> Iterator[tuple[int, int]]:
-    """Yield the tokens of each request's prompt and answer."""
-    for turns in plan:
-        total = 0
-        for turn in turns:
-            total += sum(number for _, number in turn.pieces)
-            yield total, turn.max_tokens
-            total += turn.max_tokens
 
 
 # -- figures -----------------------------------------------------------------------------------------
@@ -251,6 +207,56 @@ def figures_of(
         "failed_loads": added["failed_loads"],
         "seconds": seconds,
     }
+
+
+# -- predictions -------------------------------------------------------------------------------------
+
+#: What is predicted, and compared with what was measured afterwards.
+PREDICTED = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms")
+
+
+def predict(way: str, plan: Sequence[Conversation], costs: Costs, num_nodes: int) -> dict[str, float] | None:
+    """Return figures of one round of a way, as `kvferry plan` simulates it; None: it cannot simulate this way."""
+    kind, _, split = way.partition("-")
+    balancer, fleet = None, None
+    if way == "least-load":
+        balancer = least_load(num_nodes)
+    elif way == "round-robin":
+        balancer = lambda number, in_flight: (number % num_nodes, number % num_nodes)
+    elif kind == "pair":
+        balancer = fixed_roles(*map(int, split.split("+")))
+    elif way == "auto":
+        fleet = lambda clock: Fleet("auto", Limits(), clock)
+    else:
+        return None
+    # The router passes a first token on only to clients that do not ask for token ids, as later turns here do.
+    passes = all(len(turns) == 1 for turns in plan)
+    simulation = FleetSimulation(
+        arrivals_of(plan), [costs] * num_nodes, balancer, fleet, first_token_passes=passes
+    )
+    outcomes = simulation.run()
+    ttfts = [each.ttft_s for each in outcomes]
+    gaps = [later - early for each in outcomes for early, later in itertools.pairwise(each.token_times)]
+    times = percentile(ttfts, 0.5), percentile(ttfts, 0.99), percentile(gaps, 0.5)
+    return {name: seconds * 1e3 for name, seconds in zip(PREDICTED, times, strict=True)}
+
+
+def comparison(
+    predicted: Mapping[str, Sequence[Mapping[str, float]]],
+    measured: Mapping[str, Sequence[Mapping[str, float]]],
+) -> str:
+    """Return a table: way → what was predicted and measured, as medians over the rounds."""
+    lines = [
+        "| way | TTFT p50, predicted | measured | error | p99 | measured | error | ITL p50 | measured | error |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for way, rounds in predicted.items():
+        cells = [way]
+        for name in PREDICTED:
+            before, after = (statistics.median(own[name] for own in each) for each in (rounds, measured[way]))
+            cells += [f"{before:,.0f}", f"{after:,.0f}", f"{before / after - 1:+.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "Times are in ms."])
 
 
 # -- results -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`kvferry serve`, `router`, `demo` and `prove`: the programs of `kvferry.reference`, `kvferry.router` and `kvferry.prove`.
+"""`kvferry serve`, `router`, `demo`, `prove` and `plan`: the programs of other packages of kvferry.
 
 Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
 the other commands work without the extras `router` and `reference`, and none of them waits for an import that it does not use.
@@ -124,6 +124,14 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             "try faults on a pair of vLLM servers with any connector, and judge every answer",
             options="prove.cli",
             work="prove.main",
+        ),
+        Program(
+            "plan",
+            "say how many nodes a load needs, and how to use them",
+            options="sizing.cli",
+            work="sizing.main",
+            needs=_FOR_THE_ROUTER,
+            install="`pip install 'kvferry[router]'`",
         ),
     )
 }

@@ -16,6 +16,7 @@ from .placement import (
     Choice,
     Limits,
     NodeLoad,
+    Pace,
     Rate,
     Work,
     choose,
@@ -41,6 +42,7 @@ class Fleet:
     def __init__(self, mode: Mode, limits: Limits, clock: Callable[[], float]) -> None:
         self.mode, self.limits, self.clock = mode, limits, clock
         self.prefixes = Prefixes()
+        self._pace = Pace()
         self._loads: dict[str, NodeLoad] = {}
         self._handovers: dict[tuple[str, str], Rate] = {}
 
@@ -53,7 +55,7 @@ class Fleet:
         if url not in self._loads:
             while len(self._loads) >= MAX_NODES:
                 del self._loads[next(iter(self._loads))]
-            self._loads[url] = NodeLoad(url)
+            self._loads[url] = NodeLoad(url, self._pace)
         return self._loads[url]
 
     def handover(self, prefill: NodeLoad, decode: NodeLoad) -> Rate:
@@ -82,7 +84,8 @@ class Fleet:
             first,
             first if decodes == prefills else [self.load(url) for url in decodes],
             self.handover,
-            self.limits,
+            # Before anything was measured, a limit that the guess misses would send every request to the longest queue.
+            self.limits if self._pace.is_known else Limits(),
             self.clock(),
             may_be_local=self.mode != "always",
             may_hand_over=self.mode != "never",

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-#: What a first request is estimated with, before anything was seen: a small model on one core. Equal for all nodes, so only the
-#: work that they have decides. A few requests outweigh it. Points of a line over the tokens of a prompt, and over the answers of
+#: What a first request is estimated with, before any node was seen: a small model on one core. A few requests outweigh it. Points of a line over the tokens of a prompt, and over the answers of
 #: a step.
 SECONDS_PER_PROMPT = ((16.0, 0.045), (512.0, 0.54))
 SECONDS_PER_STEP = ((1.0, 0.03), (8.0, 0.06))
@@ -30,7 +29,7 @@ ANSWER_TOKENS = 64.0
 #: A measurement outside these is a clock's jump or a lie, and is cut off.
 MIN_S, MAX_S = 1e-7, 600.0
 
-# Where these numbers are not arithmetic, they were chosen with the simulator of tests/support/fleet_simulator.py.
+# Where these numbers are not arithmetic, they were chosen with the simulator of `kvferry plan` and tests/routing/test_fleet_simulation.py.
 
 #: Without a limit, a request is late when it takes so many times what it would take at an idle node.
 PATIENCE = 3.0
@@ -44,6 +43,13 @@ MAX_TIMES = 3.0
 RECENT_S = 10.0
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
+#: Seconds over which it is counted how much work the prompts of all requests are.
+DEMAND_S = 12.0
+#: Of fewer nodes none is kept for prompts: comparing all pairs finds as much.
+MIN_NODES_WITH_ROLES = 3
+#: Missed limits that an answer at a node that prompts need weighs as much as. It will be paused by each of them, or make them
+#: wait elsewhere, which no estimate for this request alone sees.
+WEIGHT_IN_THE_WAY = 0.2
 
 
 class Rate:
@@ -113,6 +119,17 @@ class Line:
         """Return the seconds at `x`."""
         return self.start + self.slope * x
 
+    def rescale(self, x: float, seconds: float) -> None:
+        """Keep the shape, and pass through a point.
+
+        Beside one fast measurement, slow guesses at other places would make a line on which length costs nothing.
+        """
+        if math.isfinite(seconds):
+            factor = min(max(seconds, MIN_S), MAX_S) / self.at(x)
+            self._y, self._xy, self.start, self.slope = (
+                each * factor for each in (self._y, self._xy, self.start, self.slope)
+            )
+
 
 @dataclass(eq=False)
 class Work:
@@ -131,6 +148,62 @@ class Work:
     spare_s: float = 0.0
 
 
+class Pace:
+    """What work has taken at all nodes together, for those that have shown nothing yet.
+
+    Without it a node would stay unused if others are faster than the first guess: more nodes would not help.
+
+    Attributes:
+        is_known: Prompts and steps were measured, and are no guess.
+    """
+
+    def __init__(self) -> None:
+        self.prompt = Line(SECONDS_PER_PROMPT, GUESSED_PROMPTS)
+        self.step = Line(SECONDS_PER_STEP, GUESSED_STEPS)
+        self._has_prompts = self._has_steps = False
+        # Prompts and tokens to compute that were asked for lately, since when, and when the latest was.
+        self._num = self._num_tokens = 0.0
+        self._first_at = self._latest_at = 0.0
+
+    def prompt_asked(self, num_tokens: int, now: float) -> None:
+        """Note a prompt that a node is to compute."""
+        if not self._num:
+            self._first_at = now
+        fading = math.exp(-max(0.0, now - self._latest_at) / DEMAND_S)
+        self._num = self._num * fading + 1
+        self._num_tokens = self._num_tokens * fading + num_tokens
+        self._latest_at = now
+
+    @property
+    def is_known(self) -> bool:
+        return self._has_prompts and self._has_steps
+
+    def prompt_measured(self, num_tokens: int, seconds: float) -> None:
+        if not self._has_prompts:
+            self.prompt.rescale(num_tokens, seconds)
+        self._has_prompts = True
+        self.prompt.add(num_tokens, seconds)
+
+    def step_measured(self, num_answers: int, seconds: float) -> None:
+        if not self._has_steps:
+            self.step.rescale(num_answers, seconds)
+        self._has_steps = True
+        self.step.add(num_answers, seconds)
+
+    def demand(self, now: float) -> float:
+        """Return how many nodes prompts would keep busy, if as many come as did lately."""
+        seconds = self._num * self.prompt.start + self._num_tokens * self.prompt.slope
+        fading = math.exp(-max(0.0, now - self._latest_at) / DEMAND_S)
+        # What has been counted for a short time only would look like little work.
+        counted_s = DEMAND_S * (1 - math.exp(-max(0.5, now - self._first_at) / DEMAND_S))
+        return seconds * fading / counted_s
+
+
+def _own(line: Line, guesses: Sequence[tuple[float, float]], weight: float) -> Line:
+    """Return the line of one node, which begins as that of all."""
+    return Line([(x, line.at(x)) for x, _ in guesses], weight)
+
+
 @dataclass(eq=False)
 class NodeLoad:
     """What a node has to do for this router, and what such work has taken there.
@@ -139,17 +212,19 @@ class NodeLoad:
         prompts: In the order in which it computes them.
         answers: Those that it is giving.
         coming: Those that it will give when another node has computed their prompts; `at` is when that probably is.
-        prompt: Seconds per prompt, by the number of tokens that are computed.
-        step: Seconds per token of an answer while no prompt is computed there, by the number of answers.
+        pace: Of all nodes.
+        prompt: Seconds per prompt, by the number of tokens that are computed. Until one was measured, that of `pace`.
+        step: Seconds per token of an answer while no prompt is computed there, by the number of answers. As with `prompt`.
         queue_s: Until it has computed the prompts that it has.
     """
 
     url: str
+    pace: Pace = field(default_factory=Pace)
     prompts: dict[Work, None] = field(default_factory=dict)
     answers: dict[Work, None] = field(default_factory=dict)
     coming: dict[Work, None] = field(default_factory=dict)
-    prompt: Line = field(default_factory=lambda: Line(SECONDS_PER_PROMPT, GUESSED_PROMPTS))
-    step: Line = field(default_factory=lambda: Line(SECONDS_PER_STEP, GUESSED_STEPS))
+    prompt: Line = field(init=False)
+    step: Line = field(init=False)
     queue_s: float = 0.0
     _num_waiting: int = 0  # tokens of its prompts
     _done_at: float = 0.0  # when it had computed its latest prompt
@@ -158,9 +233,13 @@ class NodeLoad:
     _recent_s: float = 0.0
     _recent_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.prompt, self.step = self.pace.prompt, self.pace.step
+
     def prompt_asked(self, prompt: Work) -> None:
         """Note a prompt that it is to compute."""
         self.prompts[prompt] = None
+        self.pace.prompt_asked(prompt.num_tokens, prompt.at)
         self._num_waiting += prompt.num_tokens
         self._estimate_queue()
         fading = math.exp(-max(0.0, prompt.at - self._recent_at) / RECENT_S)
@@ -189,7 +268,12 @@ class NodeLoad:
         self._num_waiting -= prompt.num_tokens
         if is_computed:
             # It waited for the one before it.
-            self.prompt.add(prompt.num_tokens, now - max(prompt.at, self._done_at))
+            seconds = now - max(prompt.at, self._done_at)
+            if self.prompt is self.pace.prompt:
+                self.prompt = _own(self.prompt, SECONDS_PER_PROMPT, GUESSED_PROMPTS)
+                self.prompt.rescale(prompt.num_tokens, seconds)
+            self.prompt.add(prompt.num_tokens, seconds)
+            self.pace.prompt_measured(prompt.num_tokens, seconds)
             self._done_at = now
         self._estimate_queue()
 
@@ -203,7 +287,11 @@ class NodeLoad:
         if math.isfinite(seconds):
             answer.spare_s -= seconds - num_tokens * self.step.at(len(self.answers))
         if not self.prompts:
+            if self.step is self.pace.step:
+                self.step = _own(self.step, SECONDS_PER_STEP, GUESSED_STEPS)
+                self.step.rescale(len(self.answers), seconds / num_tokens)
             self.step.add(len(self.answers), seconds / num_tokens)
+            self.pace.step_measured(len(self.answers), seconds / num_tokens)
 
     def num_delayed(self, seconds: float, now: float) -> float:
         """Return how many answers would become late if a prompt that takes so long came after those that it has."""
@@ -337,20 +425,26 @@ def choose(
         None if there is no such pair.
     """
     glances = {node: _glance(ask, node) for node in {*prefills, *decodes}}
-    pairs: list[tuple[NodeLoad, NodeLoad]] = []
-    if may_be_local:
-        able = set(prefills)
-        own = [node for node in decodes if node in able]
-        candidates = _least(own, [sum(glances[node]) for node in own])
-        # A request that is late anywhere is best added to the longest queue: no other one becomes late for it.
-        if own:
-            candidates[max(own, key=attrgetter("queue_s"))] = None
-        pairs += [(node, node) for node in candidates]
-    if may_hand_over:
-        # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
-        firsts = _least(prefills, [glances[node][0] for node in prefills])
-        seconds = _least(decodes, [glances[node][1] + node.queue_s for node in decodes])
-        pairs += [(first, second) for first in firsts for second in seconds if first is not second]
+    able = set(prefills)
+    both = [node for node in decodes if node in able]
+    for_prompts = _for_prompts(both, limits, now) if may_be_local and may_hand_over else set()
+    pairs: dict[tuple[NodeLoad, NodeLoad], None] = {}
+    # First as if no node were kept for prompts, and then as if answers could not be given there.
+    for kept in (set(), for_prompts) if for_prompts else (set(),):
+        if may_be_local:
+            own = [node for node in both if node not in kept]
+            candidates = _least(own, [sum(glances[node]) for node in own])
+            # A request that is late anywhere is best added to the longest queue: no other one becomes late for it.
+            if own:
+                candidates[max(own, key=attrgetter("queue_s"))] = None
+            pairs |= {(node, node): None for node in candidates}
+        if may_hand_over:
+            # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
+            able_first = [node for node in prefills if node in kept] or prefills
+            firsts = _least(able_first, [glances[node][0] for node in able_first])
+            able_second = [node for node in decodes if node not in kept]
+            seconds = _least(able_second, [glances[node][1] + node.queue_s for node in able_second])
+            pairs |= {(first, second): None for first in firsts for second in seconds if first is not second}
     if not pairs:
         return None
     limits = Limits(
@@ -360,9 +454,30 @@ def choose(
     prompts = {prefill: _prompt_at(ask, prefill, now) for prefill, _ in pairs}
     choices = [_rated(ask, prompts[prefill], decode, handover, limits, now) for prefill, decode in pairs]
     highest_s = MAX_TIMES * min(each.total_s for each in choices)
-    chosen = min((each for each in choices if each.total_s <= highest_s), key=lambda each: each.score)
+    chosen = min(
+        (each for each in choices if each.total_s <= highest_s),
+        key=lambda each: each.score + WEIGHT_IN_THE_WAY * (each.decode in for_prompts),
+    )
     others = (each.total_s for each in choices if each.is_local is not chosen.is_local)
     return replace(chosen, alternative_s=min(others, default=math.inf))
+
+
+def _for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[NodeLoad]:
+    """Return the nodes at which an answer would be in the way: as many as prompts keep busy, those with the fewest answers.
+
+    Without them answers spread over all nodes, because each is best given where there are few, and then every prompt pauses some.
+    """
+    if len(nodes) < MIN_NODES_WITH_ROLES or not (pace := nodes[0].pace).is_known:
+        return set()
+    step, prompts = pace.step, pace.demand(now)
+    itl_limit_s = limits.itl_s or PATIENCE * step.at(1)
+    num_each = max(1.0, (SURELY_KEPT * itl_limit_s - step.start) / max(step.slope, MIN_S))
+    num_answers = [len(node.answers) + len(node.coming) for node in nodes]
+    answers = sum(num_answers) / num_each
+    # If there is more to do than the nodes can, both kinds of work get their share.
+    share = prompts / (prompts + answers) if prompts else 0.0
+    num = min(len(nodes) - 1, round(prompts), round(share * len(nodes)))
+    return {nodes[place] for place in sorted(range(len(nodes)), key=num_answers.__getitem__)[:num]}
 
 
 def _least(nodes: Sequence[NodeLoad], seconds: Sequence[float]) -> dict[NodeLoad, None]:

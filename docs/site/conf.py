@@ -23,7 +23,7 @@ REPOSITORY = PROJECT["urls"]["Repository"].rstrip("/")
 #: is not named here comes last, under "More".
 NAVIGATION = {
     "Start": ["getting-started", "choosing-a-transport", "vllm", "benchmarks"],
-    "Deploy": ["behind-a-router", "router", "kubernetes", "systemd", "llm-d", "dynamo"],
+    "Deploy": ["sizing", "behind-a-router", "router", "kubernetes", "systemd", "llm-d", "dynamo"],
     "Operate": [
         "operations",
         "upgrades",

@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvferry.sizing.loads import read_trace
+
 FIGURES = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "fleet_figures.py"))
 Answer, Turn, Unloaded = FIGURES["Answer"], FIGURES["Turn"], FIGURES["Unloaded"]
 LOADS, sizes, percentile = FIGURES["LOADS"], FIGURES["sizes"], FIGURES["percentile"]
@@ -73,7 +75,7 @@ def test_a_trace_keeps_its_arrivals_and_its_shared_prefixes():
         {"timestamp": 2500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 3]},
         {"timestamp": 2600, "input_length": 64, "output_length": 64},
     ]
-    plan = FIGURES["read_trace"]([json.dumps(row) for row in rows], 16, 99)
+    plan = read_trace([json.dumps(row) for row in rows], 16, 99)
     assert [turns[0].after for turns in plan] == [0, 2.5, 2.6]
     assert list(sizes(plan)) == [(75, 6), (69, 1), (4, 4)]
     first, second, third = (FIGURES["prompt_tokens"]("salt", turns[0], 500) for turns in plan)
@@ -85,9 +87,9 @@ def test_a_trace_keeps_its_arrivals_and_its_shared_prefixes():
 
 def test_a_trace_whose_scale_does_not_divide_its_blocks_has_prompts_of_the_right_length():
     row = {"timestamp": 0, "input_length": 2000, "output_length": 9, "hash_ids": [4, 5, 6, 7]}
-    ((turn,),) = FIGURES["read_trace"]([json.dumps(row)], 100, 1)
+    ((turn,),) = read_trace([json.dumps(row)], 100, 1)
     assert turn.pieces == (("block 4", 5), ("block 5", 5), ("block 6", 5), ("block 7", 5))
-    ((turn,),) = FIGURES["read_trace"]([json.dumps({**row, "hash_ids": [4]})], 100, 1)
+    ((turn,),) = read_trace([json.dumps({**row, "hash_ids": [4]})], 100, 1)
     assert turn.pieces == (("block 4", 5), ("prompt 0", 15))
 
 

@@ -25,6 +25,7 @@ PACKAGES = {
     "reference": ROOT / "reference",
     "router": ROOT / "router",
     "runner_mixin": ROOT / "runner_mixin",
+    "sizing": ROOT / "sizing",
     "transports": ROOT / "transports",
     "web": ROOT / "web",
 }

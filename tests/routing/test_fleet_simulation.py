@@ -17,17 +17,10 @@ from typing import Any
 import pytest
 
 from kvferry.router.placement import Limits
-from tests.support.fleet_simulator import (
-    Arrival,
-    Chosen,
-    Costs,
-    FleetSimulation,
-    Outcome,
-    best_known,
-    fixed_ways,
-    goodput,
-    routed,
-)
+from kvferry.sizing.costs import Costs
+from kvferry.sizing.loads import Arrival, arrivals_of
+from kvferry.sizing.simulation import Chosen, FleetSimulation, Outcome, fixed_roles, least_load
+from tests.support.fleet_simulator import best_known, fixed_ways, goodput, routed
 
 FIGURES: Mapping[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "benchmarks" / "fleet_figures.py")
@@ -38,24 +31,15 @@ GPU = Costs(0.008, 4e-5, 3e-4, 2048, 0.004, 2e-6)
 INTENSITIES = (0.7, 1.0, 1.4)
 
 
-def arrivals(load: str, seed: int, intensity: float, costs: Costs, num_nodes: int) -> list[Arrival]:
-    """Return 32 requests of a load, which bring so much work per unit of time, 1 for what the nodes do one by one."""
-    plan = FIGURES["LOADS"][load](random.Random(f"{seed} {load}"), 32, 1.0)
+def arrivals(
+    load: str, seed: int, intensity: float, costs: Costs, num_nodes: int, num: int = 32
+) -> list[Arrival]:
+    """Return requests of a load, which bring so much work per unit of time, 1 for what the nodes do one by one."""
+    plan = FIGURES["LOADS"][load](random.Random(f"{seed} {load}"), num, 1.0)
     idle = FIGURES["Unloaded"](
         {number: costs.unloaded_ttft_s(number) for number in (16, 256, 512, 1024, 2048)}, costs.unloaded_itl_s
     )
-    found: list[Arrival] = []
-    for number, turns in enumerate(FIGURES["paced"](plan, idle, num_nodes, intensity)[0]):
-        context: list[int] = []
-        before = None
-        for turn in turns:
-            context = context + FIGURES["prompt_tokens"](str(seed), turn, 30_000)
-            found.append(Arrival(turn.after, context, turn.max_tokens, before))
-            before = len(found) - 1
-            context = context + random.Random(f"{seed} {number} {before}").choices(
-                range(30_000), k=turn.max_tokens
-            )
-    return found
+    return arrivals_of(FIGURES["paced"](plan, idle, num_nodes, intensity)[0])
 
 
 @cache
@@ -90,6 +74,31 @@ def test_no_fixed_way_keeps_the_limits_for_more_requests(
     rates, _ = rounds(load, intensity, costs, num_nodes)
     best = max(rate for name, rate in rates.items() if name != "auto")
     assert rates["auto"] >= share * best, rates
+
+
+@pytest.mark.parametrize("load", [name for name in FIGURES["LOADS"] if name != "long-answers"])
+@pytest.mark.parametrize(
+    ("costs", "intensity", "share"),
+    [(CPU, 1.0, 0.95), (CPU, 1.5, 0.95), (GPU, 1.0, 0.98), (GPU, 1.5, 0.97)],
+    ids=["cpu", "full cpu", "gpu", "full gpu"],
+)
+def test_eight_nodes_are_used_as_well_as_by_the_best_split(
+    load: str, costs: Costs, intensity: float, share: float
+) -> None:
+    """Which split is best is known only afterwards, and differs from load to load."""
+    requests = arrivals(load, 0, intensity, costs, 8, 1200)
+    ways = [least_load(8), *(fixed_roles(first, 8 - first) for first in range(1, 8))]
+    best = max(goodput(FleetSimulation(requests, [costs] * 8, way).run(), costs) for way in ways)
+    ours = goodput(FleetSimulation(requests, [costs] * 8, fleet=routed()).run(), costs)
+    assert ours >= share * best
+
+
+def test_all_nodes_are_used_if_they_are_faster_than_the_first_guess() -> None:
+    """A node that has shown nothing is taken to be like the others, and not like the guess."""
+    requests = arrivals("short-answers", 0, 1.0, GPU, 16, 320)
+    simulation = FleetSimulation(requests, [GPU] * 16, fleet=routed(Limits(1.0, 0.02)))
+    simulation.run()
+    assert len({decode for _, decode in simulation.chosen.values()}) == 16
 
 
 @pytest.mark.parametrize(("load", "gain"), [("interference", 1.2), ("long-prompts", 1.5)])
