@@ -4,3 +4,8 @@
 `simulation` is a fleet in virtual time, in which the router's own `Fleet` chooses the nodes, and `search` looks for the least
 number of nodes that keeps the user's limits.
 """
+
+from __future__ import annotations
+
+if __name__ != "kvferry.sizing":  # the same file under a second name would be a second set of classes
+    raise ImportError("import kvferry.sizing, not sizing: `pip install -e .` first")

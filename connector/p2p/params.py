@@ -82,6 +82,8 @@ STOPPED_TO_MOVE = "kvferry moved the answer: "
 REFUSED_TO_CONTINUE = "kvferry refused to continue"
 #: Key of where a node publishes what its prefix cache stores and removes, in its description.
 KV_EVENTS = "kv_events"
+#: A key of the answer of a vLLM node whose load has failed, and which computed the prompt itself: why. Text for people.
+LOAD_ERROR = "load_error"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
 PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
 

@@ -28,7 +28,7 @@ from .config import (
     served_groups,
 )
 from .identity import model_identity
-from .metadata import StepMetadata, WorkerHandshake
+from .metadata import LoadErrors, StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
 from .sharing import SharedOffers
 from .stats import KvferryPromMetrics, KvferryStats
@@ -199,6 +199,10 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Take the blocks of the failed loads of `get_finished`; empty after `get_transfer_results`, which names requests."""
         return self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> LoadErrors | None:
+        """Take why loads have failed, for the scheduler half."""
+        return self._worker.take_load_errors() if isinstance(self._side, WorkerSide) else None
 
     # -- scheduler half ------------------------------------------------------------------------------
 

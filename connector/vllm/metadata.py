@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from ..handoff.events import LocalBlocks
@@ -55,3 +56,14 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     address: WorkerAddress
     fields: Mapping[str, str | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadErrors(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Why loads have failed, by request. vLLM itself carries only which ones did."""
+
+    reasons: Mapping[str, str]
+
+    def aggregate(self, other: LoadErrors) -> LoadErrors:
+        """Join the reports of two ranks. If a load failed on both, the first one's reason stays."""
+        return LoadErrors({**other.reasons, **self.reasons})

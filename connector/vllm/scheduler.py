@@ -17,6 +17,7 @@ from ..p2p.params import (
     IDENTITY,
     IDENTITY_FIELDS,
     KV_EVENTS,
+    LOAD_ERROR,
     MOVED,
     REFUSED_TO_CONTINUE,
     RENDEZVOUS_SUPPORTED,
@@ -29,7 +30,7 @@ from ..p2p.registration import NO_FIELDS
 from ..p2p.scheduler import HandoffScheduler
 from ..planning.compatibility import answers_digest
 from .lora import adapter_identity
-from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
+from .metadata import LoadErrors, RefusedLoad, StepMetadata, WorkerHandshake
 from .sharing import SharedOffers
 from .windows import WindowBlocks
 
@@ -247,10 +248,12 @@ class SchedulerSide:
         self._served_groups = served_groups
         self._refused: dict[str, str] = {}  # by request: why; until it has blocks
         self._refused_loads: dict[str, RefusedLoad] = {}  # of the next step
+        self._load_errors: dict[str, str] = {}  # by request: why its load has failed; empty while it loads
 
     @property
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
+        num_own += len(self._load_errors)
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -354,6 +357,8 @@ class SchedulerSide:
         # requests that wait for it must not go on before.
         if not num_external_tokens:
             self._shared.end_load(request.request_id)
+        else:
+            self._load_errors[request.request_id] = ""
         reason = self._refused.pop(request.request_id, None)
         if reason is None:
             self._half.update_state_after_alloc(VllmRequest.of(request), tables, num_external_tokens)
@@ -419,6 +424,13 @@ class SchedulerSide:
             self._fail_followers(request_id)
         for request_id in output.finished_sending or ():
             self._windows.release(request_id)
+        if isinstance(errors := getattr(output, "kv_connector_worker_meta", None), LoadErrors):
+            # A request may have ended already: with the policy `fail` it has.
+            known = {name: why for name, why in errors.reasons.items() if name in self._load_errors}
+            self._load_errors |= known
+        for request_id in output.finished_recving or ():
+            if not self._load_errors.get(request_id):
+                self._load_errors.pop(request_id, None)
         self._half.update_connector_output(
             KVConnectorOutput(
                 finished_sending=set(output.finished_sending or ()),
@@ -446,7 +458,10 @@ class SchedulerSide:
         if is_moved:
             # vLLM puts no params into a stream.
             request.stop_reason = STOPPED_TO_MOVE + json.dumps(params)
-        return keeps, None if params is None else self._completed(request, params)
+        completed = None if params is None else self._completed(request, params)
+        if why := self._load_errors.pop(request.request_id, ""):
+            completed = {**(completed or {}), LOAD_ERROR: why}
+        return keeps, completed
 
     def _completed(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the params of an answer with what only this side knows."""

@@ -15,7 +15,7 @@ from ..p2p.orders import OpenOrder
 from ..p2p.worker import HandoffWorker
 from .config import host_fields, kv_cache_config, require_whole_caches, state_fields
 from .memory import PoolPlacement
-from .metadata import StepMetadata, WorkerHandshake
+from .metadata import LoadErrors, StepMetadata, WorkerHandshake
 from .stats import KvferryStats
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._half = half
         self._carried_out: StepMetadata | None = None
+        self._load_errors: dict[str, str] = {}  # by request; of loads that vLLM knows to have failed
         self._may_wait = False  # the last step computed and reported nothing
         # vLLM makes an offer when a request has ended. By then its last token is on the host, so the pass that wrote its
         # blocks is over, on all ranks, since they exchange results in each layer. An asynchronous scheduler has already
@@ -177,7 +178,9 @@ class WorkerSide:
         """Take what ended; failed loads are named by request only, so their blocks are discarded here."""
         sent, received = self.get_finished()
         self._half.get_block_ids_with_load_errors()
-        return Finished(sent, received, failed=set(self._half.take_load_errors()))
+        errors = self._half.take_load_errors()
+        self._load_errors.update(errors)
+        return Finished(sent, received, failed=set(errors))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
@@ -190,6 +193,12 @@ class WorkerSide:
         sent, received = self._half.get_finished()
         self._may_wait = is_idle and not sent and not received
         return sent, received
+
+    def take_load_errors(self) -> LoadErrors | None:
+        """Take why loads have failed since the last call; None if none has."""
+        # Before 0.30 vLLM takes failed blocks, and nothing has taken the errors.
+        errors, self._load_errors = self._load_errors | self._half.take_load_errors(), {}
+        return LoadErrors(errors) if errors else None
 
     def take_failed_blocks(self) -> set[int]:
         return self._half.get_block_ids_with_load_errors()

@@ -46,7 +46,7 @@ from kvferry.connector.vllm.config import (
 )
 from kvferry.connector.vllm.lora import adapter_identity
 from kvferry.connector.vllm.memory import PoolPlacement
-from kvferry.connector.vllm.metadata import StepMetadata, WorkerHandshake
+from kvferry.connector.vllm.metadata import LoadErrors, StepMetadata, WorkerHandshake
 from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest, client_request_id
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
@@ -901,6 +901,15 @@ class TestRefusedRequests:
         refused = side.build_connector_meta().refused
         assert "kv_transfer_params" in refused["r"].reason
         assert side.get_num_new_matched_tokens(request_, 0) == (0, False)
+        errors = LoadErrors({"r": refused["r"].reason}).aggregate(
+            LoadErrors({"r": "", "ended before": "why"})
+        )
+        side.update_connector_output(
+            SimpleNamespace(finished_sending=None, finished_recving={"r"}, kv_connector_worker_meta=errors)
+        )
+        request_.get_finished_reason = lambda: "length"
+        # The prompt was computed here, so the answer is right, and the client is told why.
+        assert side.request_finished(request_, ([],)) == (False, {"load_error": refused["r"].reason})
         assert side.num_remembered_requests == 0
 
     def test_no_state_is_left_of_a_refused_request_that_was_aborted(self, side, request_):
@@ -997,6 +1006,8 @@ class TestSharedOffers:
             assert side.get_num_new_matched_tokens(request, 0) == (40, True)
             side.update_state_after_alloc(request, self.BLOCKS, 40)
         assert set(side.build_connector_meta().refused) == {"1_r", "2_r"}
+        for request in requests:
+            side.request_finished(request, ([],))
         assert side.num_remembered_requests == 0
 
     def test_without_a_prefix_cache_no_request_waits(self, requests):
