@@ -446,11 +446,10 @@ class Benchmark:
         def say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
-        timeout_s = self.options.request_timeout_s
-        idle, _ = await measure(urls, before, say, timeout_s, NodeAccess())
+        idle, _ = await measure(urls, before, say, NodeAccess())
         # Nodes on one machine share its memory bus. So each is measured again while another one does the same.
         say("again, all nodes at once")
-        both = [measure([url], idle, say, timeout_s, NodeAccess()) for url in urls]
+        both = [measure([url], idle, say, NodeAccess()) for url in urls]
         (costs, _), *_ = await asyncio.gather(*both)
         write_costs(costs, self.options.costs)
 

@@ -67,13 +67,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --measure: requests of a step, as the node was started with (default: %(default)s)",
     )
     costs.add_argument(
-        "--request-timeout-s",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="with --measure: seconds for an answer (default: %(default)g)",
-    )
-    costs.add_argument(
         "--node-api-key-file",
         default="",
         metavar="FILE",
@@ -101,21 +94,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="let requests arrive so many times as fast as in the trace (default: %(default)g)",
-    )
-    load.add_argument(
-        "--scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide all lengths by this number (default: %(default)g)",
+        help="factor by which requests arrive faster than in the trace (default: %(default)g)",
     )
     load.add_argument(
         "--requests",
         type=int,
         default=2000,
         metavar="N",
-        help="take the first so many requests (default: %(default)s)",
+        help="number of requests, from the start of the trace (default: %(default)s)",
     )
     limits = parser.add_argument_group("what is to be kept")
     limits.add_argument(
@@ -149,7 +135,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"ways to use the nodes: {', '.join(WAYS)} (default: all)",
     )
     how.add_argument(
-        "--max-nodes", type=int, default=64, metavar="N", help="try at most so many (default: %(default)s)"
+        "--max-nodes",
+        type=int,
+        default=64,
+        metavar="N",
+        help="largest number of nodes to try (default: %(default)s)",
     )
     how.add_argument(
         "--plot", type=Path, metavar="FILE", help="write goodput by number of nodes and way, as SVG"

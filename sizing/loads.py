@@ -24,7 +24,7 @@ class Turn:
 
     Attributes:
         after: Time from the start of the load to the first turn; to later ones, from the end of the answer before. In seconds,
-            or in another unit for whoever makes the load.
+            or in the unit of the load until it is paced.
         pieces: What it appends to the conversation: keys and numbers of tokens. Equal keys have equal tokens.
         max_tokens: Length of its answer.
     """

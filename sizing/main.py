@@ -67,7 +67,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise wrong(
             "--measure", arguments.measure, "takes one node, or one that computes and one that loads from it"
         )
-    for name in ("rate", "scale", "ttft_limit_ms", "itl_limit_ms", "request_timeout_s"):
+    for name in ("rate", "ttft_limit_ms", "itl_limit_ms"):
         if not (math.isfinite(value := getattr(arguments, name)) and value > 0):
             raise wrong("--" + name.replace("_", "-"), value, "must be a number greater than 0")
     for name in ("requests", "max_nodes", "max_num_batched_tokens", "max_num_seqs"):
@@ -96,9 +96,7 @@ def _measure(arguments: argparse.Namespace) -> Costs:
         Costs(), chunk_tokens=arguments.max_num_batched_tokens, max_requests=arguments.max_num_seqs
     )
     access = node_access_of(arguments)
-    costs, measured = asyncio.run(
-        measure(arguments.measure, before, say, arguments.request_timeout_s, access)
-    )
+    costs, measured = asyncio.run(measure(arguments.measure, before, say, access))
     errors = [each.predicted(costs) / each.seconds - 1 for each in measured if each.seconds > 0]
     worst = max(
         measured, key=lambda each: abs(each.predicted(costs) - each.seconds) / max(each.seconds, 1e-9)
@@ -124,7 +122,7 @@ def _measure(arguments: argparse.Namespace) -> Costs:
 
 def _plan(arguments: argparse.Namespace, costs: Costs) -> int:
     say = _Progress()
-    requests = read_trace_file(arguments.trace, arguments.scale, arguments.requests)
+    requests = read_trace_file(arguments.trace, 1.0, arguments.requests)
     arrivals = [replace(each, at=each.at / arguments.rate) for each in arrivals_of(requests)]
     limits = Limits(arguments.ttft_limit_ms / 1e3, arguments.itl_limit_ms / 1e3)
     possible = [each for each in arrivals if _is_possible(each, costs, limits)]

@@ -27,7 +27,9 @@ TOKENS = range(100, 250)
 REPEATS = 3
 #: The longest prompt that is tried, and the shortest one. Longer ones are on the same lines.
 LONGEST, SHORTEST = 4096, 16
-#: No longer prompt is tried after one that takes so many seconds.
+#: Seconds for one answer, also of a batch on a slow machine.
+TIMEOUT_S = 300.0
+#: Stop lengthening prompts after one that takes this many seconds.
 LONG_S = 2.0
 BATCHES = (1, 2, 4, 8, 16)
 ANSWER_TOKENS = 32
@@ -42,7 +44,11 @@ class MeasuringError(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure, and what the costs say about it: a sum of costs, each so many times."""
+    """One measured figure, and the sum of costs that should equal it.
+
+    Attributes:
+        times: Name of a cost → how often it is in the sum.
+    """
 
     what: str
     seconds: float
@@ -53,7 +59,7 @@ class Measured:
 
 
 async def measure(
-    urls: Sequence[str], costs: Costs, say: Callable[[str], None], timeout_s: float, access: NodeAccess
+    urls: Sequence[str], costs: Costs, say: Callable[[str], None], access: NodeAccess
 ) -> tuple[Costs, list[Measured]]:
     """Return the costs of a node, and of handing over to another one if there are two.
 
@@ -66,7 +72,7 @@ async def measure(
         MeasuringError: A node cannot be reached, or does not hand over.
     """
     async with node_session(access, (access.present,)) as session:
-        node = _Node(session, urls[0], timeout_s)
+        node = _Node(session, urls[0])
         max_tokens = await node.look()
         longest = min(LONGEST, max_tokens - ANSWER_TOKENS - 1)
         if longest < 4 * SHORTEST:
@@ -75,7 +81,7 @@ async def measure(
         found = await _measure_node(node, costs, longest, say)
         fitted = fit(costs, found, ("step_s", "prompt_token_s", "answer_s", "request_s", *_CONTEXT))
         if len(urls) > 1:
-            other = _Node(session, urls[1], timeout_s)
+            other = _Node(session, urls[1])
             await other.look()
             handed = await _measure_handovers(node, other, fitted, longest, say)
             fitted = fit(fitted, handed, ("handover_s", "handed_token_s"))
@@ -185,9 +191,9 @@ class _Answer:
 class _Node:
     """A node of the OpenAI API, vLLM's or ours."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, timeout_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session, self._url = session, url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         self._chance = random.Random()
         self._model = ""
         self.pool_tokens = 0

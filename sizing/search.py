@@ -49,7 +49,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def simulate(
     way: WayName, num_nodes: int, arrivals: Sequence[Arrival], costs: Costs, limits: Limits
 ) -> Result:
-    """Let so many nodes take a load in one way. Of a pair, the best split counts."""
+    """Simulate a load on `num_nodes` nodes used in one way. For a pair, return the result of the best split."""
     nodes = [costs] * num_nodes
     if way == "pair":
         runs = [

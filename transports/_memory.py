@@ -187,7 +187,7 @@ class WordTable(GuardTable):
     def clear(self, index: int) -> None:
         require_guard(Guard(index, 1), self.num_guards)
         store_word(self.address + index * WORD_BYTES, 0)
-        # After the word: a peer that is no longer kept to these bytes finds a guard that does not hold.
+        # After the word: while the guard holds, its restriction must stand.
         self._allowed.pop(index, None)
 
     def allow(self, index: int, extents_of: Callable[[], Extents]) -> None:
@@ -204,6 +204,7 @@ class WordTable(GuardTable):
             return True
         if not isinstance(extents, Extents):
             extents_of, extents = extents, extents()
+            # The guard may have been cleared meanwhile, or set for another offer, whose bytes these are not.
             if self._allowed.get(guard.index) is extents_of:
                 self._allowed[guard.index] = extents
         return extents.cover(offsets, lengths) or not self.holds(guard)
@@ -214,9 +215,10 @@ class WordTable(GuardTable):
 
     def clear_all(self) -> None:
         """Make every later check of every word fail."""
-        self._allowed.clear()
         ctypes.memset(self.address, 0, self.num_guards * WORD_BYTES)
         store_word(self.address, 0)  # memset has no fence; this store does
+        # After the words, as in `clear`: while a guard holds, its restriction must stand.
+        self._allowed.clear()
 
 
 def require_host(pool: Pool, scheme: str) -> None:

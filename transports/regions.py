@@ -92,7 +92,7 @@ class Pool:
 
 
 class Extents:
-    """Bytes of a pool, as runs that neither touch nor overlap.
+    """A set of bytes of a pool, kept as runs that neither touch nor overlap.
 
     Args:
         starts: Offset of the first byte of each run, shape `(num_runs,)`. Runs may touch and overlap, in any order.

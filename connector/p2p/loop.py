@@ -698,6 +698,7 @@ class _Driver:
     def _set_guard(self, action: SetGuard) -> list[Action]:
         try:
             with undocumented("cannot set a guard", self._log):
+                # Before `set`: a guard that holds without a restriction would open the whole pool.
                 self._guards.allow(action.index, action.block_ids)
                 if self._guards.set(action.index, action.value, action.request_id, self._number):
                     return []

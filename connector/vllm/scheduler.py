@@ -429,6 +429,7 @@ class SchedulerSide:
             known = {name: why for name, why in errors.reasons.items() if name in self._load_errors}
             self._load_errors |= known
         for request_id in output.finished_recving or ():
+            # A failed load's reason stays until its request ends; a load that succeeded has none to keep.
             if not self._load_errors.get(request_id):
                 self._load_errors.pop(request_id, None)
         self._half.update_connector_output(

@@ -31,6 +31,13 @@ def test_regions_are_covered_if_all_their_bytes_are(
     assert extents.cover(asked[:, 0], asked[:, 1]) == (wanted <= allowed)
 
 
+def test_block_tables_of_groups_without_layers_here_are_no_bytes() -> None:
+    layout = uniform_layout(NAMES, **SIZES)
+    extents = BlockExtents(layout).of([[2], [5, 6]])
+    assert extents.cover(np.array([2 * 72]), np.array([72]))
+    assert not extents.cover(np.array([5 * 72]), np.array([1]))
+
+
 def fragmented_layout() -> KVLayout:
     """Two groups in one pool, and keys and values apart, with room between pages."""
     layers = tuple(
