@@ -3,9 +3,8 @@
     PYTHONPATH=src:. python benchmarks/gpu.py [--seconds N] [--place cuda:0] [--only TEXT ...]
 
 Beside kvferry's transports there are plain copies within the GPU, from it and to it, and plain sockets: staged as
-kvferry stages, and between pools in main memory. Contenders that cannot work here are left out, with the reason. The
-second table compares ways to move the pages of the per-layer layout between the GPU and pinned memory. `--place stand-in`
-rehearses all of it without a GPU; its figures mean nothing.
+kvferry stages, and between pools in main memory. Contenders that cannot work here are left out, with the reason.
+`--place stand-in` rehearses all of it without a GPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--seconds", type=float, default=30, help="duration of the first part (default: %(default)s)"
+        "--seconds", type=float, default=30, help="duration of the measurements (default: %(default)s)"
     )
     parser.add_argument(
         "--place", default="cuda:0", help="the GPU, or stand-in for a rehearsal (default: %(default)s)"
@@ -72,9 +71,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--blocks", type=int, default=64, help="blocks of the larger shapes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=50, help="slices per row of the second part (default: %(default)s)"
     )
     parser.add_argument(
         "--only",
@@ -95,12 +91,6 @@ def main() -> None:
     print("\n".join(table(results_of(contenders, shapes, measured))), flush=True)
     for name, reason in measured.left_out.items():
         print(f"not measured: {name}: {reason}", flush=True)
-    # Not before: it imports PyTorch, and the contenders' processes, which import this file, start faster without that.
-    from moving.gather import measure_gathers, table_of_gathers
-
-    print("\nPages of the per-layer layout, one slice of 2 MiB at a time:\n", flush=True)
-    rows = list(measure_gathers(arguments.place, pool_bytes, arguments.repeats))
-    print("\n".join(table_of_gathers(rows)), flush=True)
 
 
 if __name__ == "__main__":

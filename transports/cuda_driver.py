@@ -11,14 +11,10 @@ import importlib
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
-import numpy as np
-
-from .copying import copy_on_stream
 from .errors import BackendUnavailableError, ConfigurationError, TransportError
-from .regions import AddressArray, Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -32,23 +28,16 @@ MEMHOSTALLOC_PORTABLE = 1
 _LAUNCH_HOST_FUNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 #: Event → a CUresult.
 _EVENT_SYNCHRONIZE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-#: Targets, sources, sizes, how many; attributes, which region each begins with, how many; index of a failure; stream.
-_MEMCPY_BATCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_void_p, ctypes.c_void_p),
-)
-#: The release of CUDA whose signatures these are. Later drivers have a `cuMemcpyBatchAsync` without the index of a failure,
-#: and give this one to programs that ask for this release.
+#: The release of CUDA whose signatures these are.
 _VERSION: Final = 10000
-_BATCH_VERSION: Final = 12080
-#: A `CUmemcpyAttributes`: sources are read in the order of the stream, two locations without a hint, no flags.
-_IN_STREAM_ORDER: Final = (ctypes.c_int32 * 6)(1, 0, 0, 0, 0, 0)
 
 
 class Driver:
-    """NVIDIA's bindings, with exceptions instead of error codes."""
+    """NVIDIA's bindings, with exceptions instead of error codes.
+
+    Attributes:
+        memcpy: The address of `cuMemcpyAsync`, for compiled code.
+    """
 
     def __init__(self) -> None:
         try:
@@ -56,14 +45,11 @@ class Driver:
             self.call("cuInit", 0)
             self._launch_host_func = _LAUNCH_HOST_FUNC(self._address(b"cuLaunchHostFunc", _VERSION))
             self._synchronize = _EVENT_SYNCHRONIZE(self._address(b"cuEventSynchronize", _VERSION))
-            self._memcpy = self._address(b"cuMemcpyAsync", _VERSION)
+            self.memcpy = self._address(b"cuMemcpyAsync", _VERSION)
         except (ImportError, RuntimeError, TransportError) as error:
             raise BackendUnavailableError(
                 f"a pool on a GPU needs CUDA's driver and `pip install 'kvferry[cuda]'`: {error}"
             ) from error
-        self._memcpy_batch = None
-        with suppress(TransportError):  # drivers before CUDA 12.8 do not have it
-            self._memcpy_batch = _MEMCPY_BATCH(self._address(b"cuMemcpyBatchAsync", _BATCH_VERSION))
 
     def _address(self, name: bytes, version: int) -> int:
         address, _ = self.call("cuGetProcAddress", name, version, 0)
@@ -96,33 +82,7 @@ class Driver:
         Raises:
             TransportError: it failed.
         """
-        self._require("cuLaunchHostFunc", self._launch_host_func(int(stream), function, argument))
-
-    def copy(self, stream: Any, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> None:
-        """Launch copies of regions on a stream, each array `(num_regions,)`, with one call and without the GIL.
-
-        A model's layout can have tens of thousands of regions, and the thread that launches the model's kernels needs the
-        GIL. So the bindings are not used: they take a Python object per region.
-
-        Raises:
-            TransportError: it failed. Some copies may have been launched.
-        """
-        if self._memcpy_batch is None or len(lengths) == 1:
-            status = copy_on_stream(self._memcpy, int(stream), targets, sources, lengths)
-            self._require("cuMemcpyAsync", status)
-            return
-        arrays = [np.ascontiguousarray(array) for array in (targets, sources, lengths)]
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        status = self._memcpy_batch(
-            *(array.ctypes.data for array in arrays),
-            len(lengths),
-            ctypes.addressof(_IN_STREAM_ORDER),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            int(stream),
-        )
-        self._require("cuMemcpyBatchAsync", status)
+        self.require("cuLaunchHostFunc", self._launch_host_func(int(stream), function, argument))
 
     def wait_for(self, event: Any) -> None:
         """Return as soon as all that was launched before an event is over, without the GIL meanwhile.
@@ -132,9 +92,9 @@ class Driver:
         Raises:
             TransportError: the GPU failed.
         """
-        self._require("cuEventSynchronize", self._synchronize(int(event)))
+        self.require("cuEventSynchronize", self._synchronize(int(event)))
 
-    def _require(self, name: str, status: int) -> None:
+    def require(self, name: str, status: int) -> None:
         """Raise TransportError if a call by its address failed."""
         if status != self.api.CUresult.CUDA_SUCCESS:
             raise TransportError(f"{name}: {self.api.CUresult(status).name}")
@@ -178,6 +138,14 @@ class Gpu:
             raise ConfigurationError(
                 f"the pool is not on a GPU that CUDA can use: {error}", key="device"
             ) from error
+
+    def architecture(self) -> int:
+        """Return what compilers name the GPU's architecture by, for example 90 for an H100."""
+        attributes = self.driver.api.CUdevice_attribute
+        names = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR")
+        wanted = [getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names]
+        major, minor = (self.driver.call("cuDeviceGetAttribute", each, self._device) for each in wanted)
+        return 10 * int(major) + int(minor)
 
     @contextmanager
     def current(self) -> Iterator[None]:

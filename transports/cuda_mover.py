@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .copying import signal_function
+from .cuda_copies import RegionCopies
 from .cuda_driver import EVENT_DISABLE_TIMING, MEMHOSTALLOC_PORTABLE, Gpu
 from .errors import ConfigurationError, KVTransferError, TransportError
 from .movers import MAX_WAIT_S, Mover, Ring, StagingBuffer, Ticket
@@ -55,12 +56,14 @@ class CudaMover(Mover):
         with ExitStack() as opened:  # given back last first: streams before the memory that they copy
             self._gpu = Gpu(pool.segments[0].address)
             opened.callback(self._gpu.close)
+            copies = RegionCopies(self._gpu)
+            opened.callback(copies.close)
             self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             opened.callback(os.close, self._signal)
             self.gather_ring, self.scatter_ring = (
                 PinnedRing(self._gpu, num_buffers, buffer_bytes, opened) for _ in range(2)
             )
-            self._gathers, self._scatters = (_Lane(self._gpu, self._signal, opened) for _ in range(2))
+            self._gathers, self._scatters = (_Lane(self._gpu, copies, self._signal, opened) for _ in range(2))
             self._opened = opened.pop_all()
 
     def start_gather(self, buffer_address: int, sources: AddressArray, lengths: Int64Array) -> Ticket:
@@ -109,9 +112,10 @@ class _Open(NamedTuple):
 class _Lane:
     """The stream of one direction, and the tickets on it, in the order in which they end."""
 
-    def __init__(self, gpu: Gpu, signal: int, opened: ExitStack) -> None:
+    def __init__(self, gpu: Gpu, copies: RegionCopies, signal: int, opened: ExitStack) -> None:
         self._gpu = gpu
         self._driver = gpu.driver
+        self._copies = copies
         self._signal = signal
         self._stream = gpu.make_stream()
         opened.callback(gpu.release, "cuStreamDestroy", self._stream)
@@ -145,7 +149,7 @@ class _Lane:
         """Launch copies, and what marks their end. Returns why some of it was not launched."""
         failure: TransportError | None = None
         try:
-            self._driver.copy(self._stream, *regions)
+            self._copies.launch(self._stream, *regions)
         except TransportError as error:
             failure = error  # some copies may run: the ticket ends with the event all the same
         try:

@@ -46,7 +46,7 @@ from kvferry.connector.testing import (
 from kvferry.transports.auto import transport as auto_transport
 from kvferry.transports.regions import Pool
 from kvferry.transports.shm import SharedMemoryTransport
-from tests.support.cuda_stand_in import CudaDriverStandIn
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools
 from tests.support.handoff_orders import ordered
 
@@ -163,7 +163,8 @@ class Side:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
     stand_in: Any = CudaDriverStandIn()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+    for name in BINDINGS:
+        monkeypatch.setitem(sys.modules, name, stand_in)
     yield stand_in
     stand_in.close()
     assert not +stand_in.held

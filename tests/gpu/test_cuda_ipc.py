@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from kvferry.connector.p2p.computed import mark_computed
-from kvferry.transports import PeerLost, cuda_driver
+from kvferry.transports import PeerLost, cuda_copies
 from kvferry.transports.testing import pairs_of
 from tests.support.gpu_memory import NUM_SEGMENTS, SEGMENT_BYTES, PoolNode, StartChild, pattern
 from tests.support.gpu_offers import sleep_on
@@ -45,12 +46,14 @@ def test_bytes_of_another_process_arrive(
     assert np.array_equal(reader.read()[5 : SEGMENT_BYTES - 1995], pattern(1000, SEGMENT_BYTES - 2000))
 
 
-@pytest.fixture(params=[cuda_driver._BATCH_VERSION, 1], ids=["in one batch", "one by one"])
+@pytest.fixture(params=["by a kernel", "one by one"])
 def launching_reader(
     request: pytest.FixtureRequest, gpu_place: str, gpu_driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PoolNode]:
-    """A reader whose driver has `cuMemcpyBatchAsync`, or seems not to have it."""
-    monkeypatch.setattr(cuda_driver, "_BATCH_VERSION", request.param)
+    """A reader that has a kernel for small regions, or has no compiler for one."""
+    if request.param == "one by one":
+        monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    cuda_copies._compiled.cache_clear()
     node = PoolNode(gpu_place, "shm", SEGMENT_BYTES, NUM_SEGMENTS)
     yield node
     node.close()

@@ -1,4 +1,4 @@
-"""A stand-in for `cuda.bindings.driver` on machines without a GPU, stricter than the real one.
+"""A stand-in for CUDA's driver and its compiler on machines without a GPU, stricter than the real ones.
 
 Device memory is *poisoned*: an address of it lies in a range that is mapped without any permission, and its bytes are in
 a second mapping that only the driver's copies use. So code that touches device memory with the CPU crashes. The second
@@ -10,7 +10,8 @@ main memory work with pinned memory only. What the documentation leaves undefine
 code here, or is kept in `violations` if there is no call to return it from.
 
     with CudaDriverStandIn() as stand_in:
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, stand_in)
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ from kvferry.transports._memory import FileMapping, address_of, require_availabl
 from kvferry.transports.base import Arena
 from kvferry.transports.regions import Segment
 
+#: The modules for which the stand-in stands.
+BINDINGS = ("cuda.bindings.driver", "cuda.bindings.nvrtc")
+
 _PROT_NONE = 0
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
 _LAUNCH_HOST_FUNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
 _EVENT_SYNCHRONIZE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 _MEMCPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t)
-_MEMCPY_BATCH = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_size_t,) * 9)
-_MEMCPY_BATCH_V2 = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_size_t,) * 8)
+
+#: The regions that one launch of the kernel takes.
+_MAX_REGIONS = 168
+#: What the stand-in of the compiler puts before the source, which is its code.
+_CODE_FOR = b"code for sm_90\n"
 
 _HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, GPU
 
@@ -76,17 +83,11 @@ class CUipcMemHandle:
         return ctypes.addressof(self._bytes)
 
 
-class CUdeviceptr(int):
-    """An address. The bindings take lists of these only."""
+class CUdevice_attribute(enum.IntEnum):
+    """Attributes of a GPU that the stand-in knows."""
 
-
-class CUmemcpySrcAccessOrder(enum.IntEnum):
-    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
-
-
-@dataclass
-class CUmemcpyAttributes:
-    srcAccessOrder: CUmemcpySrcAccessOrder | None = None
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,7 @@ class CudaDriverStandIn:
     CUresult = CUresult
     CUpointer_attribute = CUpointer_attribute
     CUipcMemHandle = CUipcMemHandle
-    CUdeviceptr = CUdeviceptr
-    CUmemcpyAttributes = CUmemcpyAttributes
-    CUmemcpySrcAccessOrder = CUmemcpySrcAccessOrder
+    CUdevice_attribute = CUdevice_attribute
 
     def __init__(self, *, delay_s: float = 0.0005, pinned_bytes: int = 256 << 20, seed: int = 0) -> None:
         self.has_peer_access = True
@@ -248,10 +247,6 @@ class CudaDriverStandIn:
             b"cuLaunchHostFunc": [(10000, _LAUNCH_HOST_FUNC(self._launch_host_func))],
             b"cuEventSynchronize": [(2000, _EVENT_SYNCHRONIZE(self._synchronize))],
             b"cuMemcpyAsync": [(4000, _MEMCPY(self._memcpy))],
-            b"cuMemcpyBatchAsync": [
-                (12080, _MEMCPY_BATCH(self._memcpy_batch)),
-                (13000, _MEMCPY_BATCH_V2(self._memcpy_batch_v2)),
-            ],
         }
 
     def __enter__(self) -> Self:
@@ -270,7 +265,7 @@ class CudaDriverStandIn:
             with self._changed:
                 self.calls[name] += 1
                 if (code := self.failures.pop(name, None)) is not None:
-                    return (code, -1) if name == "cuMemcpyBatchAsync" else (code,)
+                    return (code,)
                 if name != "cuInit" and not self._is_initialized:
                     return (CUresult.CUDA_ERROR_NOT_INITIALIZED,)
                 result: tuple[Any, ...] = found(*args)
@@ -375,6 +370,26 @@ class CudaDriverStandIn:
         stack: list[int] = self._thread.__dict__.setdefault("contexts", [])
         return stack
 
+    # -- the compiler --------------------------------------------------------------------------------
+
+    def nvrtcCreateProgram(
+        self, source: bytes, name: bytes, num_headers: int, headers: list[bytes], names: list[bytes]
+    ) -> tuple[Any, ...]:
+        return 0, source
+
+    def nvrtcCompileProgram(self, source: bytes, num_options: int, options: list[bytes]) -> tuple[Any, ...]:
+        return (0 if options == [b"--gpu-architecture=sm_90"] and num_options == 1 else 6,)
+
+    def nvrtcGetCUBINSize(self, source: bytes) -> tuple[Any, ...]:
+        return 0, len(_CODE_FOR + source)
+
+    def nvrtcGetCUBIN(self, source: bytes, code: bytearray) -> tuple[Any, ...]:
+        code[:] = _CODE_FOR + source
+        return (0,)
+
+    def nvrtcDestroyProgram(self, source: bytes) -> tuple[Any, ...]:
+        return (0,)
+
     # -- devices and contexts ------------------------------------------------------------------------
 
     def cuInit(self, flags: int) -> tuple[Any, ...]:
@@ -389,6 +404,9 @@ class CudaDriverStandIn:
 
     def cuDeviceGetUuid(self, device: int) -> tuple[Any, ...]:
         return CUresult.CUDA_SUCCESS, CUuuid(bytes([device]) * 16)
+
+    def cuDeviceGetAttribute(self, attribute: enum.IntEnum, device: int) -> tuple[Any, ...]:
+        return CUresult.CUDA_SUCCESS, 9 if attribute.name.endswith("MAJOR") else 0
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
         self.held["contexts"] += 1
@@ -518,38 +536,42 @@ class CudaDriverStandIn:
         self._launch(stream, _Work([(dst, src, num_bytes)]))
         return (CUresult.CUDA_SUCCESS,)
 
-    def cuMemcpyBatchAsync(
-        self,
-        dsts: list[int],
-        srcs: list[int],
-        sizes: list[int],
-        count: int,
-        attributes: list[Any],
-        attribute_indices: list[int],
-        num_attributes: int,
-        stream: _Stream,
-    ) -> tuple[Any, ...]:
-        """Launch copies as one piece of work, which does them in any order."""
+    def cuModuleLoadData(self, code: bytes) -> tuple[Any, ...]:
         if not self._contexts:
-            return CUresult.CUDA_ERROR_INVALID_CONTEXT, -1
-        if not all(isinstance(pointer, CUdeviceptr) for pointer in [*dsts, *srcs]):
-            raise TypeError("the bindings want lists of CUdeviceptr")
-        is_whole = len(dsts) == len(srcs) == len(sizes) == count
-        has_attributes = len(attributes) == len(attribute_indices) == num_attributes == 1
-        if (
-            not is_whole
-            or not has_attributes
-            or attribute_indices != [0]
-            or attributes[0].srcAccessOrder is None
-        ):
-            return CUresult.CUDA_ERROR_INVALID_VALUE, -1
-        rows = [(int(dst), int(src), size) for dst, src, size in zip(dsts, srcs, sizes, strict=True)]
-        for index, (dst, src, size) in enumerate(rows):
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if not code.startswith(_CODE_FOR):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        self.held["modules"] += 1
+        return CUresult.CUDA_SUCCESS, code
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
+        if b'extern "C" __global__ void ' + name + b"(" not in module:
+            return (CUresult.CUDA_ERROR_NOT_FOUND,)
+        return CUresult.CUDA_SUCCESS, name
+
+    def cuModuleUnload(self, module: bytes) -> tuple[Any, ...]:
+        self.held["modules"] -= 1
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuLaunchKernel(self, kernel: bytes, *arguments: Any) -> tuple[Any, ...]:
+        """Launch copies as one piece of work, which does them in any order. There is one kernel, `copy_regions`."""
+        *grid_and_block, shared_bytes, stream, parameters, extra = arguments
+        if not self._contexts:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if kernel != b"copy_regions" or extra or min(grid_and_block) < 1 or shared_bytes:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        regions, count = (ctypes.c_uint64 * 2).from_address(parameters)
+        # The driver reads as much as the kernel's parameter has, which is no less than the regions of this launch.
+        columns = (ctypes.c_uint64 * (3 * _MAX_REGIONS)).from_address(regions)
+        num_regions = ctypes.c_int32.from_address(count).value
+        rows = [(columns[3 * at], columns[3 * at + 1], columns[3 * at + 2]) for at in range(num_regions)]
+        for dst, src, size in rows:
             if self._find(dst, size) is None or self._find(src, size) is None:
-                return CUresult.CUDA_ERROR_INVALID_VALUE, index
+                self._violated("a kernel was given an address that it cannot reach")  # it ends the context
+                return (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
         self._random.shuffle(rows)
         self._launch(stream, _Work(rows))
-        return CUresult.CUDA_SUCCESS, -1
+        return (CUresult.CUDA_SUCCESS,)
 
     def _copy(self, dst: int, src: int, num_bytes: int) -> None:
         target, source = self._find(dst, num_bytes), self._find(src, num_bytes)
@@ -577,38 +599,6 @@ class CudaDriverStandIn:
 
     def _memcpy(self, dst: int, src: int, num_bytes: int, handle: int) -> int:
         return int(self.cuMemcpyAsync(dst, src, num_bytes, self._stream_of(handle))[0])
-
-    def _memcpy_batch_v2(self, *arguments: int) -> int:
-        *before, handle = arguments  # there is no index of a failure
-        return self._memcpy_batch(*before, 0, handle)  # type: ignore[call-arg]
-
-    def _memcpy_batch(
-        self,
-        dsts: int,
-        srcs: int,
-        sizes: int,
-        count: int,
-        attributes: int,
-        indices: int,
-        num_attributes: int,
-        fail_index: int,
-        handle: int,
-    ) -> int:
-        columns = [list((ctypes.c_uint64 * count).from_address(at)) for at in (dsts, srcs, sizes)]
-        given = [(ctypes.c_int32 * 6).from_address(attributes + 24 * at) for at in range(num_attributes)]
-        status, failed = self.cuMemcpyBatchAsync(
-            [CUdeviceptr(at) for at in columns[0]],
-            [CUdeviceptr(at) for at in columns[1]],
-            columns[2],
-            count,
-            [CUmemcpyAttributes(CUmemcpySrcAccessOrder(each[0])) for each in given],
-            list((ctypes.c_size_t * num_attributes).from_address(indices)),
-            num_attributes,
-            self._stream_of(handle),
-        )
-        if fail_index:
-            ctypes.c_size_t.from_address(fail_index).value = failed % (1 << 64)
-        return int(status)
 
     def _stream_of(self, handle: int) -> _Stream:
         return next(stream for stream in self._streams if int(stream) == handle)

@@ -12,7 +12,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from kvferry.transports.base import Connected, Endpoint, Event, TransferEnded, T
 from kvferry.transports.cuda_driver import Driver
 from kvferry.transports.regions import Guard, Pool, RegionPairs, Segment
 from kvferry.transports.registry import create_transport
-from tests.support.cuda_stand_in import CudaDriverStandIn
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,8 +39,6 @@ StartChild = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
 #: The guard that owners set.
 HELD = Guard(3, 9)
 
-_DRIVER = "cuda.bindings.driver"
-
 
 @contextmanager
 def stand_in_driver() -> Iterator[CudaDriverStandIn]:
@@ -47,16 +47,9 @@ def stand_in_driver() -> Iterator[CudaDriverStandIn]:
     Raises:
         RuntimeError: the driver was used in a way that the documentation forbids.
     """
-    before = sys.modules.get(_DRIVER)
     with CudaDriverStandIn(pinned_bytes=1 << 30) as driver:
-        sys.modules[_DRIVER] = driver  # type: ignore[assignment]
-        try:
+        with patch.dict(sys.modules, dict.fromkeys(BINDINGS, cast("ModuleType", driver))):
             yield driver
-        finally:
-            if before is None:
-                del sys.modules[_DRIVER]
-            else:
-                sys.modules[_DRIVER] = before
     if driver.violations:
         raise RuntimeError(f"CUDA's driver was misused: {driver.violations}")
 
@@ -151,7 +144,7 @@ def allocate(place: str, num_bytes: int) -> Memory:
         seen = np.zeros(num_bytes, dtype=np.uint8)
         return _BufferMemory(Segment(int(seen.ctypes.data), num_bytes), seen)
     if place == "stand-in":
-        driver: Any = sys.modules[_DRIVER]
+        driver: Any = sys.modules[BINDINGS[0]]
         arena = driver.allocate(num_bytes)
         return _BufferMemory(arena.segment, np.frombuffer(arena.buffer, dtype=np.uint8))
     kind, _, ordinal = place.partition(":")

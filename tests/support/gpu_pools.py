@@ -18,7 +18,7 @@ from kvferry.transports.cuda_mover import CudaMover, PinnedRing
 from kvferry.transports.regions import Pool, Segment
 from kvferry.transports.serving import HostTransport
 from kvferry.transports.shm import SharedMemoryTransport
-from tests.support.cuda_stand_in import CudaDriverStandIn
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 
 
 @contextmanager
@@ -94,7 +94,8 @@ def pools_on_a_gpu(monkeypatch: pytest.MonkeyPatch, **stand_in: Any) -> Iterator
     nothing was done to the GPU that has no defined result.
     """
     with CudaDriverStandIn(pinned_bytes=2 << 30, **stand_in) as driver:
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, driver)
         with recorded_movers(monkeypatch) as movers:
             yield GpuPools(driver, movers, monkeypatch)
     assert not +driver.held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.transports import cuda_driver
+from kvferry.transports import cuda_copies, cuda_driver
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.base import Arena, PeerLost, Route, Transport
@@ -37,7 +36,7 @@ from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
 from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.harness import Link, Node
-from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
 
 ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.gpu_peer"
 PAGE = 4096
@@ -52,7 +51,8 @@ MakeNode = Callable[..., Node]
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
     """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
     with CudaDriverStandIn() as stand_in:
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, stand_in)
         yield stand_in
     assert not +stand_in.held
     assert not stand_in.violations
@@ -130,10 +130,16 @@ def test_segments_of_one_allocation_are_mapped_once_with_their_offsets(
     assert np.array_equal(consumer.memory()[PAGE : 2 * PAGE], producer.memory()[PAGE : 2 * PAGE])
 
 
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no NVRTC, so that regions are copied one by one."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    cuda_copies._compiled.cache_clear()
+
+
 # -- reads that go wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuEventCreate", "cuEventSynchronize"])
+@pytest.mark.parametrize("name", ["cuLaunchKernel", "cuEventCreate", "cuEventSynchronize"])
 def test_a_failing_gpu_is_a_typed_error_and_the_next_read_succeeds(
     name: str, driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
@@ -149,10 +155,10 @@ def test_a_failing_gpu_is_a_typed_error_and_the_next_read_succeeds(
 
 
 def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_reported(
-    driver: CudaDriverStandIn, make_node: MakeNode, world: World
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the event the engine may reuse the blocks, so a later copy would overwrite another request's blocks."""
-    driver.version = 12040
+    without_compiler(monkeypatch)
     producer, consumer = make_node(0), make_node(0)
     link = world.link(producer, consumer)
     num_copied = []
@@ -171,29 +177,24 @@ def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_report
     assert len(num_copied) == 9
 
 
-@pytest.mark.parametrize(
-    ("version", "num_regions", "launches"),
-    [
-        pytest.param(12040, 500, {"cuMemcpyAsync": 500}, id="before-12.8"),
-        # 8,192 tokens in vLLM's layout: 512 blocks, each with keys and values in 16 layers.
-        pytest.param(12080, 16_384, {"cuMemcpyBatchAsync": 1}, id="12.8"),
-        pytest.param(13000, 16_384, {"cuMemcpyBatchAsync": 1}, id="13.0"),
-    ],
-)
-def test_a_read_of_many_regions_is_launched_by_one_call_and_awaited_by_one(
-    version: int,
-    num_regions: int,
-    launches: Mapping[str, int],
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_read_of_many_regions_is_launched_by_few_calls_and_awaited_by_one(
+    has_compiler: bool,
     driver: CudaDriverStandIn,
     make_node: MakeNode,
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver.version = version
+    if not has_compiler:
+        without_compiler(monkeypatch)
+    # 8,192 tokens in vLLM's layout: 512 blocks, each with keys and values in 16 layers.
+    num_regions, launches = (
+        (16_384, {"cuLaunchKernel": 98}) if has_compiler else (500, {"cuMemcpyAsync": 500})
+    )
     calls_from_python = []
-    in_c = cuda_driver.copy_on_stream
+    in_c = cuda_copies.copy_on_stream
     monkeypatch.setattr(
-        cuda_driver, "copy_on_stream", lambda *args: calls_from_python.append(args) or in_c(*args)
+        cuda_copies, "copy_on_stream", lambda *args: calls_from_python.append(args) or in_c(*args)
     )
     producer, consumer = make_node(0), make_node(0)
     producer.fill(1)
@@ -201,14 +202,32 @@ def test_a_read_of_many_regions_is_launched_by_one_call_and_awaited_by_one(
     driver.calls.clear()
     scattered = pairs_of(*((at * 64, at * 64, 32) for at in range(num_regions)))
     assert world.read(link, scattered, HELD).error is None
-    about_copies = ("cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventQuery", "cuEventSynchronize")
+    about_copies = ("cuMemcpyAsync", "cuLaunchKernel", "cuEventQuery", "cuEventSynchronize")
     assert {name: driver.calls[name] for name in about_copies if driver.calls[name]} == {
         "cuEventSynchronize": 1,
         **launches,
     }
-    assert len(calls_from_python) == ("cuMemcpyAsync" in launches)
+    assert len(calls_from_python) == (not has_compiler)
     pages = [node.memory().reshape(-1, 64)[:num_regions, :32] for node in (consumer, producer)]
     assert np.array_equal(*pages)
+
+
+def test_large_regions_go_to_the_copy_engines(
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_copies, "_SMALL_BYTES", 4096)
+    producer, consumer = make_node(0), make_node(0)
+    producer.fill(1)
+    link = world.link(producer, consumer)
+    driver.calls.clear()
+    rows = [(0, 8, 100), (8192, 16384, 4096), (200, 300, 100)]
+    assert world.read(link, pairs_of(*rows), HELD).error is None
+    assert (driver.calls["cuMemcpyAsync"], driver.calls["cuLaunchKernel"]) == (1, 1)
+    for local, remote, num_bytes in rows:
+        ours, theirs = (
+            node.memory()[at : at + num_bytes] for node, at in ((consumer, local), (producer, remote))
+        )
+        assert np.array_equal(ours, theirs)
 
 
 def test_copies_have_ended_even_if_their_event_cannot_be_recorded(
@@ -475,6 +494,8 @@ def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:
     )
     for theirs, ours in flags:
         assert int(theirs) == ours
-    attributes = real.CUmemcpyAttributes()
-    attributes.srcAccessOrder = real.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    assert ctypes.string_at(attributes.getPtr(), 24) == bytes(cuda_driver._IN_STREAM_ORDER)
+    for device_attribute in CudaDriverStandIn.CUdevice_attribute:
+        assert int(getattr(real.CUdevice_attribute, device_attribute.name)) == device_attribute
+    compiler = pytest.importorskip("cuda.bindings.nvrtc")
+    for name in (name for name in vars(CudaDriverStandIn) if name.startswith("nvrtc")):
+        assert hasattr(compiler, name)

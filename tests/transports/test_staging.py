@@ -42,7 +42,7 @@ from kvferry.transports.testing import (
 from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.zeromq import ZeroMQTransport
-from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
 from tests.support.gpu_pools import has_all_buffers, recorded_movers
 from tests.support.promises import OwnershipAndGuards
 
@@ -62,7 +62,8 @@ MakeNode = Callable[..., Node]
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
     """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
     with CudaDriverStandIn(pinned_bytes=2 << 30) as stand_in:
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, stand_in)
         yield stand_in
     assert not +stand_in.held
     assert not stand_in.violations

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..cuda_copies import RegionCopies
 from ..cuda_driver import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, Gpu
 from ..errors import ConfigurationError, TransportError
 from .copier import AddressArray, Int64Array
@@ -41,6 +42,7 @@ class CudaDevice:
         except BaseException:
             self._gpu.close()
             raise
+        self._copies = RegionCopies(self._gpu)
 
     def export(self, address: int) -> tuple[int, bytes]:
         """Let other processes of this host map the allocation that contains `address`.
@@ -89,7 +91,7 @@ class CudaDevice:
             TransportError: the driver or the GPU failed. Some bytes may have been written.
         """
         with self._gpu.current(), self._awaited():
-            self._driver.copy(self._stream, dst_addresses, src_addresses, lengths)
+            self._copies.launch(self._stream, dst_addresses, src_addresses, lengths)
 
     @contextmanager
     def _awaited(self) -> Iterator[None]:
@@ -111,5 +113,6 @@ class CudaDevice:
 
     def close(self) -> None:
         """Give back the stream and the context. The memory still belongs to its owner."""
+        self._copies.close()
         self._gpu.release("cuStreamDestroy", self._stream)
         self._gpu.close()

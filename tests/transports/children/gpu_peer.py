@@ -13,14 +13,14 @@ import numpy as np
 
 from kvferry.transports import Pool
 from kvferry.transports.shm import SharedMemoryTransport
-from tests.support.cuda_stand_in import CudaDriverStandIn
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 
 POOL_BYTES = 1 << 20
 
 
 def main() -> None:
     driver: Any = CudaDriverStandIn()
-    sys.modules["cuda.bindings.driver"] = driver
+    sys.modules.update(dict.fromkeys(BINDINGS, driver))
     transport = SharedMemoryTransport()
     arena = driver.allocate(POOL_BYTES)
     np.frombuffer(arena.buffer, dtype=np.uint8)[:] = np.arange(POOL_BYTES) * 7 % 251

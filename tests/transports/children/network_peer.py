@@ -62,10 +62,10 @@ def main() -> None:
 
 def allocate_on_gpu(dies: str) -> Any:
     # Here, because the tests over RDMA start this file by its path, without the repository's root.
-    from tests.support.cuda_stand_in import CudaDriverStandIn
+    from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 
     driver: Any = CudaDriverStandIn()
-    sys.modules["cuda.bindings.driver"] = driver
+    sys.modules.update(dict.fromkeys(BINDINGS, driver))
     if dies == "launched":
         driver._launch = die
     elif dies == "copied":
