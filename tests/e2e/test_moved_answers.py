@@ -141,7 +141,8 @@ def test_without_a_prefill_node_the_prompt_is_computed_again(
     report = lose_nodes(fleet, questions, "kill", NUM_LOSSES, counts_lost=False)
     assert_nothing_was_lost(report)
     assert report.num_known, "no stream went on at another node"
-    assert report.num_again > 0.8 * report.mean_prompt
+    # Not all of it: nodes remember prompts of earlier questions, and how many differs from minute to minute.
+    assert report.num_again > 0.5 * report.mean_prompt
 
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("freeze", marks=pytest.mark.full)])

@@ -380,6 +380,7 @@ class Report:
         num_known: Number of a stream that went on at another node → how many tokens that node was told.
         repeated: Numbers of the other requests that a second node was asked for.
         num_again: Prompt tokens that were computed again, per stream or request of these.
+        mean_prompt: Tokens of a prompt of theirs.
         pauses_s: The longest pause of each continued stream.
         usual_pauses_s: The same for the other streams.
     """
@@ -476,8 +477,7 @@ def lose_nodes(
     again = counted.total - offset - _prompts(once) - usual * len(outcomes)
     again -= sum(report.num_known.values()) if counts_known else 0
     report.num_again, report.mean_prompt = (
-        again / max(1, len(lost)),
-        _prompts(outcomes.values()) / len(outcomes),
+        each / max(1, len(lost)) for each in (again, _prompts(outcomes[number] for number in lost))
     )
     return report
 
