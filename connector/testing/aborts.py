@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from itertools import product
 
+import pytest
+
 from .broken import promise
-from .harness import PER_LAYER, MakeNode, compute, fetch, finish, settle
+from .harness import PER_LAYER, MakeNode, compute, fetch, finish, node_of_ranks, settle
 from .shapes import Request
 
 LENGTH = 18
@@ -29,6 +31,25 @@ class RequestsThatEndEarly:
             params = compute(producer, Request(f"again{number}", LENGTH, first_token_id=first))
             fetch(consumer, producer, Request(f"d{number}", LENGTH, params, first_token_id=first))
             settle(producer, consumer)
+
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_what_a_failed_step_computed_is_not_found(self, make_node: MakeNode, num_ranks: int) -> None:
+        """A hook has raised, on one rank if there are several. What the step computed after that is wrong."""
+        producer, consumer = (node_of_ranks(make_node, num_ranks) for _ in range(2))
+        for layer in range(PER_LAYER.num_layers):
+            for num_chunks in (1, 2):
+                name, first = f"{layer}, {num_chunks}", 100 * (2 * layer + num_chunks)
+                producer.max_step_tokens = -(-LENGTH // num_chunks)
+                producer.add(Request(f"p{name}", LENGTH, OFFER, first_token_id=first))
+                for _ in range(num_chunks - 1):
+                    producer.step()
+                producer.step(failing_layer=layer)
+                settle(producer)
+                consumer.add(Request(f"d{name}", LENGTH, first_token_id=first))
+                finish(consumer, f"d{name}")
+                params = compute(producer, Request(f"again{name}", LENGTH, first_token_id=first))
+                fetch(consumer, producer, Request(f"d-again{name}", LENGTH, params, first_token_id=first))
+                settle(producer, consumer)
 
     def test_a_request_that_was_only_asked_about_leaves_nothing(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(PER_LAYER), make_node(PER_LAYER)
@@ -82,7 +103,7 @@ class RequestsThatEndEarly:
         consumer.step()  # nor is this load
         begin = time.monotonic()
         for node in (consumer, producer):
-            for half in (node.worker, node.scheduler):
+            for half in node.halves:
                 half.shutdown()
         seconds = time.monotonic() - begin
         promise(

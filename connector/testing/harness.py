@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
+from ...transports.errors import ConfigurationError
 from .broken import BrokenPromiseError, promise
 from .node import ModelFreeNode
 from .shapes import CacheShape, Request, engine_config
@@ -66,6 +68,17 @@ def node_maker(
             return stack.enter_context(node)
 
         yield make
+
+
+def node_of_ranks(make_node: MakeNode, num_ranks: int) -> ModelFreeNode:
+    """Make a node of several ranks, or skip the test if the connector refuses them."""
+    try:
+        node: ModelFreeNode = make_node(replace(PER_LAYER, num_ranks=num_ranks))
+    except ConfigurationError as error:
+        pytest.skip(
+            f"the capability to serve several ranks was not declared: the connector refuses them: {error}"
+        )
+    return node
 
 
 # == requests that the nodes run ===================================================================

@@ -21,6 +21,7 @@ from .harness import (
     compute,
     fetch,
     finish,
+    node_of_ranks,
     num_whole_blocks,
     settle,
 )
@@ -171,6 +172,28 @@ class LoadPromises:
             finish(consumer, f"d{name}", producer)
         settle(producer, consumer)
 
+    # -- several ranks -------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("num_tokens_per_step", [1 << 20, 5])
+    def test_each_rank_gets_its_own_heads(self, make_node: MakeNode, num_tokens_per_step: int) -> None:
+        producer, consumer = (node_of_ranks(make_node, 2) for _ in range(2))
+        producer.max_step_tokens = num_tokens_per_step
+        for num_tokens in (1, 5, LENGTH):
+            _hand_over(producer, consumer, num_tokens, f"{num_tokens} tokens")
+
+    @pytest.mark.parametrize("num_ranks", [(1, 2), (2, 1)], ids=["from one to two", "from two to one"])
+    def test_other_numbers_of_ranks_are_not_mistaken(
+        self, make_node: MakeNode, num_ranks: tuple[int, int]
+    ) -> None:
+        """The connector may hand over between such nodes, or not."""
+        producer, consumer = (node_of_ranks(make_node, num) for num in num_ranks)
+        params = compute(producer, Request("p", LENGTH))
+        consumer.add(Request("d", LENGTH, params))
+        finish(consumer, "d", producer)
+        settle(consumer)
+        if params is None:  # otherwise the offer still stands, for nodes that can use it
+            settle(producer)
+
     # -- blocks that are lost ------------------------------------------------------------------------
 
     def test_a_prompt_that_was_preempted(self, make_node: MakeNode) -> None:
@@ -188,7 +211,9 @@ class LoadPromises:
         settle(producer, consumer)
 
     def test_blocks_of_a_preempted_prompt_are_another_requests(self, make_node: MakeNode) -> None:
-        producer, consumer = make_node(PER_LAYER, max_step_tokens=9), make_node(PER_LAYER)
+        # So few blocks that the other request gets those which the preempted one lost.
+        few = replace(PER_LAYER, num_blocks=11)
+        producer, consumer = make_node(few, max_step_tokens=9), make_node(few)
         producer.add(Request("p", LENGTH, {"do_remote_decode": True}))
         producer.step()
         producer.preempt("p")

@@ -19,22 +19,22 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
 
+from ..aggregator import KVOutputAggregator
 from ..base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SchedulerHalf,
     WorkerHalf,
 )
-from ..config import EngineConfig
+from ..config import EngineConfig, ParallelConfig
 from ..factory import KVConnectorFactory
-from ..kv_cache_specs import KVCacheConfig
 from ..output import KVConnectorOutput
+from ..p2p.worker import new_epoch
 from ..stats import KVConnectorStats
 from .broken import BrokenPromiseError, StillWaitingError, promise
 from .pool import Pool
@@ -112,7 +112,8 @@ class _Entry:
 
 
 class ModelFreeNode:
-    """Both halves of a connector, a pool, and a scheduler. A context manager that shuts down.
+    """A connector's scheduler half, and a worker half for each rank, with a pool and a scheduler. A context manager that
+    shuts down.
 
     Either `add` requests and run steps, as an engine does; or make single calls with `start_load` and `finish`, for tests
     that compare contents themselves.
@@ -123,6 +124,7 @@ class ModelFreeNode:
         journal: Shared by the nodes of one test, so that a message can name another node's values.
 
     Attributes:
+        workers: The worker half of each rank.
         held: Blocks of finished requests that the connector still needs, by request.
         outputs: The worker half's reports, of the steps in which it reported something.
         params: What the connector gave the client of each finished request, or of one whose prompt is still computed.
@@ -140,22 +142,34 @@ class ModelFreeNode:
         deadline_s: float = 20.0,
         journal: Journal | None = None,
     ) -> None:
+        if shape.num_ranks > 1:
+            parallel = ParallelConfig(tensor_parallel_size=shape.num_ranks, epoch=new_epoch())
+            model = replace(config.model, num_kv_heads=shape.num_kv_heads)
+            config = replace(config, parallel=parallel, model=model)
         self.config = config
         self.shape = shape
-        self.kv_cache_config = shape.kv_cache_config()
+        self.kv_cache_config = shape.of_one_rank.kv_cache_config()
         create = KVConnectorFactory.create_connector
-        self.worker: WorkerHalf = create(config, KVConnectorRole.WORKER, self.kv_cache_config)
+        self.workers: list[WorkerHalf] = []
+        caches = []
         try:
-            cache = self._register(self.kv_cache_config)
+            for rank in range(shape.num_ranks):
+                of_rank = replace(config, parallel=replace(config.parallel, tensor_parallel_rank=rank))
+                self.workers.append(create(of_rank, KVConnectorRole.WORKER, self.kv_cache_config))
+                caches.append(self._register(self.workers[-1]))
         except BaseException:
-            self.worker.shutdown()
+            for worker in self.workers:
+                worker.shutdown()
             raise
         self.scheduler: SchedulerHalf = create(config, KVConnectorRole.SCHEDULER, self.kv_cache_config)
-        handshake = self.worker.get_handshake_metadata()
-        self.scheduler.set_handshake_metadata(_by_rank(handshake))
+        handshakes = {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        self.scheduler.set_handshake_metadata(
+            {rank: handshake for rank, handshake in handshakes.items() if handshake is not None}
+        )
+        self._aggregator = KVOutputAggregator(shape.num_ranks)
         self.max_step_tokens = max_step_tokens
         self.deadline_s = deadline_s
-        self.pool = Pool(shape, cache, journal or Journal())
+        self.pool = Pool(shape, caches, journal or Journal())
         self.held: dict[str, list[int]] = {}
         self.outputs: list[KVConnectorOutput] = []
         self.params: dict[str, dict[str, Any] | None] = {}
@@ -178,29 +192,40 @@ class ModelFreeNode:
         try:
             # If the test has failed, that error is the one to report.
             with nullcontext() if kind is None else suppress(Exception):
-                self.worker.shutdown()
-                self.scheduler.shutdown()
+                for half in self.halves:
+                    half.shutdown()
             if kind is None and not self._is_mid_step:
                 self.check_untouched()
         finally:
-            del self.worker, self.scheduler, self.pool  # the last view of the memory closes its descriptors
+            del self.workers, self.scheduler, self.pool  # the last view of the memory closes its descriptors
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """The worker half of the first rank."""
+        return self.workers[0]
+
+    @property
+    def halves(self) -> Sequence[SchedulerHalf | WorkerHalf]:
+        """The worker half of each rank, and the scheduler half."""
+        return (*self.workers, self.scheduler)
 
     # -- memory --------------------------------------------------------------------------------------
 
-    def _register(self, kv_cache_config: KVCacheConfig) -> torch.Tensor:
-        shape = self.shape
-        num_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    def _register(self, worker: WorkerHalf) -> torch.Tensor:
+        """Give a rank its caches; return them, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`."""
+        shape = self.shape.of_one_rank
+        num_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
         if shape.layout == "foreign":
             memory = torch.zeros(num_bytes, dtype=torch.int8)
         else:
-            memory = self.worker.allocate_kv_memory(num_bytes, torch.device("cpu"))
+            memory = worker.allocate_kv_memory(num_bytes, torch.device("cpu"))
         elements = memory.view(shape.dtype)
         if shape.layout == "uniform":
             cache = elements.view(shape.num_blocks, shape.num_layers, *shape.logical_page).transpose(0, 1)
-            self.worker.register_cross_layers_kv_cache(cache, object)
+            worker.register_cross_layers_kv_cache(cache, object)
         else:
             cache = elements.view(shape.num_layers, shape.num_blocks, *shape.logical_page)
-            self.worker.register_kv_caches(dict(zip(self.layer_names, cache, strict=True)))
+            worker.register_kv_caches(dict(zip(self.layer_names, cache, strict=True)))
         return cache
 
     @property
@@ -225,7 +250,7 @@ class ModelFreeNode:
 
     def contents(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of blocks: `(num_layers, num_block_ids, 2, block_size, num_kv_heads, head_size)`."""
-        return self.pool.cache[:, list(block_ids)].clone()
+        return self.pool.read()[:, list(block_ids)]
 
     def is_poison(self, block_ids: Sequence[int]) -> bool:
         """Return whether nothing was written into blocks since they were free."""
@@ -385,11 +410,15 @@ class ModelFreeNode:
 
     # -- a step --------------------------------------------------------------------------------------
 
-    def step(self, meanwhile: Callable[[], None] | None = None) -> KVConnectorOutput:
+    def step(
+        self, meanwhile: Callable[[], None] | None = None, *, failing_layer: int | None = None
+    ) -> KVConnectorOutput:
         """Run one step of both halves, and compute what can be computed.
 
         Args:
             meanwhile: Called when the orders are given, before the worker half carries them out.
+            failing_layer: Act as if the last rank's `wait_for_layer_load` had raised at this layer. From there on what is
+                computed is wrong and the last rank saves nothing. The requests of the step fail.
 
         Raises:
             BrokenPromiseError: see this module's docstring.
@@ -400,16 +429,18 @@ class ModelFreeNode:
         metadata, sent = self._take_orders(plan)
         if meanwhile is not None:
             meanwhile()
-        output = self._work(plan, metadata)
+        output = self._work(plan, metadata, failing_layer)
+        self.check_untouched()  # before blocks are freed, which hides what was written into them
         if plan.scheduled_requests or not output.is_empty():
             self.scheduler.update_connector_output(output)
             self.events += self.scheduler.take_events()
         if not output.is_empty():
             self.outputs.append(output)
         self._end_transfers(output)
-        void = self._end_synchronous_loads()
-        self._advance(plan, void)
-        self.check_untouched()
+        if failing_layer is None:
+            self._advance(plan, self._end_synchronous_loads())
+        else:
+            self._fail(plan)
         # Equal orders may be pickled differently, for example once a property has been cached.
         promise(
             "orders are not changed after build_connector_meta has returned them",
@@ -514,35 +545,40 @@ class ModelFreeNode:
 
     # -- the worker's part
 
-    def _work(self, plan: Step, metadata: KVConnectorMetadata) -> KVConnectorOutput:
-        """Make the worker half's calls of a step, in their order."""
+    def _work(
+        self, plan: Step, metadata: KVConnectorMetadata, failing_layer: int | None
+    ) -> KVConnectorOutput:
+        """Make the worker halves' calls of a step, in their order; return what all ranks report together."""
         if plan.preempted_req_ids:
-            self.worker.handle_preemptions(set(plan.preempted_req_ids))
+            for worker in self.workers:
+                worker.handle_preemptions(set(plan.preempted_req_ids))
         for blocks in self._lost_blocks.values():
             self.pool.free(blocks)  # from here on they may be another request's
         self._lost_blocks.clear()
         self.check_untouched()
-        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
+        for worker in self.workers:
+            worker.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
         try:
-            self.worker.start_load_kv(None)
+            for worker in self.workers:
+                worker.start_load_kv(None)
             if plan.scheduled_requests:
-                self._compute(plan)
-            self.worker.wait_for_save()
-            output = KVConnectorOutput()
-            sending, recving = self.worker.get_finished(set(plan.finished_req_ids))
-            output.finished_sending, output.finished_recving = sending or set(), recving or set()
-            output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
-            output.load_errors = self.worker.take_load_errors()
-            output.kv_connector_stats = self.worker.get_kv_connector_stats()
-            output.failure, output.warning = self.worker.failure, self.worker.warning
+                self._compute(plan, failing_layer)
+            for worker in self.workers:
+                worker.wait_for_save()
+            reports = [_report_of(worker, plan) for worker in self.workers]
+            if failing_layer is not None:
+                reports[-1].hook_errors["wait_for_layer_load"] = f"it failed at layer {failing_layer}"
+            return self._aggregator.aggregate(reports)
         finally:
-            self.worker.clear_connector_metadata()
-        return output
+            for worker in self.workers:
+                worker.clear_connector_metadata()
 
-    def _compute(self, plan: Step) -> None:
+    def _compute(self, plan: Step, failing_layer: int | None) -> None:
         """Compute the step's tokens layer by layer, each between the connector's two calls about the layer."""
         for layer, name in enumerate(self.layer_names):
-            self.worker.wait_for_layer_load(name)
+            has_failed = failing_layer is not None and layer >= failing_layer
+            for worker in self.workers:
+                worker.wait_for_layer_load(name)
             for load in self._loads.values():
                 if load.values is not None and not load.is_async and not load.late:
                     load.late = self._wrong_token(load, [layer])
@@ -550,12 +586,20 @@ class ModelFreeNode:
                 entry = self._entries.get(item.request_id)
                 if entry is not None:
                     start = item.num_computed_tokens
-                    self._write_tokens(entry, start, start + item.num_scheduled_tokens, [layer])
-            self.worker.save_kv_layer(name, self.pool.cache[layer], None)
+                    self._write_tokens(
+                        entry, start, start + item.num_scheduled_tokens, [layer], is_wrong=has_failed
+                    )
+            for worker, cache in zip(self.workers, self.pool.caches, strict=True):
+                if not has_failed or worker is not self.workers[-1]:
+                    worker.save_kv_layer(name, cache[layer], None)
 
-    def _write_tokens(self, entry: _Entry, first: int, last: int, layers: Sequence[int]) -> None:
+    def _write_tokens(
+        self, entry: _Entry, first: int, last: int, layers: Sequence[int], *, is_wrong: bool = False
+    ) -> None:
         self.pool.journal.note(entry.values, last)
-        self.pool.write_tokens(entry.block_ids, first, entry.values.between(first, last), layers)
+        values = entry.values.between(first, last)
+        # No token has a negative value.
+        self.pool.write_tokens(entry.block_ids, first, -values if is_wrong else values, layers)
 
     def _wrong_token(self, load: _Load, layers: Sequence[int]) -> str:
         assert load.values is not None
@@ -695,6 +739,23 @@ class ModelFreeNode:
             if entry.num_answer_tokens >= entry.max_answer_tokens:
                 self._end(entry, "length")
 
+    def _fail(self, plan: Step) -> None:
+        """End the requests of a step that failed. Their blocks stay reserved until the next step."""
+        for item in plan.scheduled_requests:
+            entry = self._entries.pop(item.request_id)
+            request = entry.request
+            if (load := self._loads.pop(request.request_id, None)) is not None:
+                self.pool.accept(
+                    request.request_id, load.block_ids
+                )  # a synchronous load is over with its step
+            request.finish_reason = "error"
+            is_held, params = self.scheduler.request_finished(request, [entry.block_ids])
+            self._finished.add(request.request_id)
+            self._take_params(request.request_id, params)
+            if is_held:
+                self.held[request.request_id] = entry.block_ids
+            self._lost_blocks[request.request_id] = [] if is_held else entry.block_ids
+
     def _require_computed(self, entry: _Entry) -> None:
         """Check all of a request's tokens, also those that share a block with loaded ones."""
         last = entry.request.num_computed_tokens
@@ -752,7 +813,12 @@ class ModelFreeNode:
         return total
 
 
-def _by_rank(
-    handshake: KVConnectorHandshakeMetadata | None,
-) -> dict[int, KVConnectorHandshakeMetadata]:
-    return {} if handshake is None else {0: handshake}
+def _report_of(worker: WorkerHalf, plan: Step) -> KVConnectorOutput:
+    output = KVConnectorOutput()
+    sending, recving = worker.get_finished(set(plan.finished_req_ids))
+    output.finished_sending, output.finished_recving = sending or set(), recving or set()
+    output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+    output.load_errors = worker.take_load_errors()
+    output.kv_connector_stats = worker.get_kv_connector_stats()
+    output.failure, output.warning = worker.failure, worker.warning
+    return output

@@ -20,23 +20,25 @@ class Pool:
     Free blocks are poisoned: a connector that reads or loads one by mistake moves contents that no token has.
 
     Attributes:
-        cache: `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`, in logical order.
+        caches: Each rank's, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`, in logical order. The heads of
+            a rank follow those of the rank before.
         free_blocks: Block 0 is never among them: engines use it as padding.
     """
 
-    def __init__(self, shape: CacheShape, cache: torch.Tensor, journal: Journal) -> None:
+    def __init__(self, shape: CacheShape, caches: Sequence[torch.Tensor], journal: Journal) -> None:
         self.shape = shape
-        self.cache = cache
+        self.caches = caches
         self.free_blocks = list(range(1, shape.num_blocks))
         self.journal = journal
-        cache[:] = POISON
-        self._expected = cache.clone()
+        for cache in caches:
+            cache[:] = POISON
+        self._expected = self.read()
         self._loaded_by: dict[int, str] = {}
 
     # -- the allocator -------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take free blocks, the highest first."""
+        """Take those that have been free for longest, the highest first: a request that starts over gets other blocks."""
         at = len(self.free_blocks) - num_blocks
         taken, self.free_blocks = self.free_blocks[at:][::-1], self.free_blocks[:at]
         return taken
@@ -44,7 +46,7 @@ class Pool:
     def free(self, block_ids: Iterable[int]) -> None:
         """Return blocks. Their contents are gone from this moment."""
         blocks = list(block_ids)
-        self.free_blocks += blocks
+        self.free_blocks[:0] = blocks[::-1]
         self.poison(blocks)
 
     def poison(self, block_ids: Collection[int]) -> None:
@@ -53,9 +55,18 @@ class Pool:
 
     # -- contents ------------------------------------------------------------------------------------
 
+    def read(self) -> torch.Tensor:
+        """Return a copy of all ranks' caches as one, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`."""
+        return torch.cat(list(self.caches), dim=-2)
+
+    def _parts(self, heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split contents, `(…, num_kv_heads, head_size)`, into those of the ranks."""
+        return heads.tensor_split(len(self.caches), dim=-2)
+
     def _write(self, block_ids: list[int], contents: torch.Tensor | float) -> None:
-        self.cache[:, block_ids] = contents
         self._expected[:, block_ids] = contents
+        for cache, part in zip(self.caches, self._parts(self._expected[:, block_ids]), strict=True):
+            cache[:, block_ids] = part
 
     def write(self, block_ids: Sequence[int], contents: torch.Tensor) -> None:
         """Put contents, `(num_layers, num_block_ids, …)`, into blocks."""
@@ -74,8 +85,9 @@ class Pool:
         """Write the values of tokens from `first` on, `(num_layers, num_tokens, …)`, into some layers."""
         blocks, slots = self._places(table, first, first + values.shape[1])
         for layer in layers:
-            for tensor in (self.cache, self._expected):
-                tensor[layer, blocks, :, slots] = values[layer]
+            self._expected[layer, blocks, :, slots] = values[layer]
+            for cache, part in zip(self.caches, self._parts(values[layer]), strict=True):
+                cache[layer, blocks, :, slots] = part
 
     def _places(self, table: Sequence[int], first: int, last: int) -> tuple[list[int], list[int]]:
         """Return the block and the slot of each token."""
@@ -89,7 +101,7 @@ class Pool:
     def accept(self, request_id: str, block_ids: Collection[int]) -> None:
         """Take the contents of blocks as they are now, because a load into them has ended."""
         blocks = list(block_ids)
-        self._expected[:, blocks] = self.cache[:, blocks]
+        self._expected[:, blocks] = torch.cat([cache[:, blocks] for cache in self.caches], dim=-2)
         self._loaded_by.update(dict.fromkeys(blocks, request_id))
 
     def wrong_token(
@@ -99,7 +111,7 @@ class Pool:
         known = values.between(first, last)
         blocks, slots = self._places(table, first, last)
         for layer in layers:
-            found = self.cache[layer, blocks, :, slots]
+            found = torch.cat([cache[layer, blocks, :, slots] for cache in self.caches], dim=-2)
             is_wrong = (found != known[layer]).flatten(1).any(dim=1).nonzero()
             if len(is_wrong):
                 index = int(is_wrong[0])
@@ -118,14 +130,15 @@ class Pool:
         Raises:
             BrokenPromiseError: something else was written.
         """
-        if torch.equal(self.cache, self._expected):
+        cache = self.read()
+        if torch.equal(cache, self._expected):
             return
-        is_changed = (self.cache != self._expected).transpose(0, 1).flatten(1).any(dim=1)
+        is_changed = (cache != self._expected).transpose(0, 1).flatten(1).any(dim=1)
         for block in is_changed.nonzero().flatten().tolist():
             if block in loading:
                 continue
-            layer, _, slot = (self.cache[:, block] != self._expected[:, block]).nonzero()[0][:3].tolist()
-            found = self.journal.name(self.cache[layer, block, :, slot])
+            layer, _, slot = (cache[:, block] != self._expected[:, block]).nonzero()[0][:3].tolist()
+            found = self.journal.name(cache[layer, block, :, slot])
             seen = f"block {block}, {owner(block)}, was overwritten: slot {slot} of layer {layer} now has {found}"
             loaded_by = self._loaded_by.get(block)
             promise(

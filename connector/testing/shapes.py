@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,8 @@ class CacheShape:
     """A small pool of one group of equal layers.
 
     Attributes:
+        num_kv_heads: Of all ranks together.
+        num_ranks: Ranks of the node, which share the heads and have the same blocks.
         layout: `"uniform"` or `"per-layer"`, both in memory that the connector allocates; or `"foreign"`: per layer, in
             memory that the node allocates.
     """
@@ -85,7 +87,13 @@ class CacheShape:
     num_kv_heads: int = 2
     head_size: int = 8
     dtype: torch.dtype = torch.float32
+    num_ranks: int = 1
     layout: Literal["uniform", "per-layer", "foreign"] = "uniform"
+
+    @property
+    def of_one_rank(self) -> CacheShape:
+        """The shape of each rank's caches."""
+        return replace(self, num_kv_heads=self.num_kv_heads // self.num_ranks, num_ranks=1)
 
     @property
     def spec(self) -> FullAttentionSpec:

@@ -70,6 +70,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from ...transports.errors import ConfigurationError
 from ..base import (
     ConnectorRequest,
     KVConnectorBase,
@@ -667,32 +668,39 @@ class VllmNode(ModelFreeNode):
 
     def __init__(self, config: EngineConfig, shape: CacheShape, **kwargs: Any) -> None:
         assert config.kv_transfer is not None
+        if shape.num_ranks > 1:
+            raise ConfigurationError(
+                "several ranks: vLLM runs each in a process of its own, and this suite has one process"
+            )
         options = dict(config.kv_transfer.kv_connector_extra_config)
         options[_ADAPTER] = {**options[_ADAPTER], "is_uniform": shape.layout == "uniform"}
         transfer = replace(config.kv_transfer, kv_connector_extra_config=options)
         super().__init__(replace(config, kv_transfer=transfer), shape, **kwargs)
 
-    def _work(self, plan: Step, metadata: KVConnectorMetadata) -> KVConnectorOutput:
+    def _work(
+        self, plan: Step, metadata: KVConnectorMetadata, failing_layer: int | None
+    ) -> KVConnectorOutput:
+        if failing_layer is not None:
+            pytest.skip("a hook that raises ends vLLM's engine")
         assert isinstance(self.worker, VllmConnector)
         self.worker.begin_step(metadata)
-        return super()._work(plan, metadata)
+        return super()._work(plan, metadata, failing_layer)
 
     def _admit(self, entry: _Entry, max_tokens: int) -> None:
         entry.may_load = True  # vLLM also asks when a request that lost its blocks begins again
         super()._admit(entry, max_tokens)
 
-    def _register(self, kv_cache_config: KVCacheConfig) -> torch.Tensor:
+    def _register(self, worker: WorkerHalf) -> torch.Tensor:
         shape = self.shape
-        num_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        memory = self.worker.allocate_kv_memory(num_bytes, torch.device("cpu")).view(shape.dtype)
+        num_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
+        memory = worker.allocate_kv_memory(num_bytes, torch.device("cpu")).view(shape.dtype)
         page = (shape.num_kv_heads, shape.block_size, 2, shape.head_size)
         if shape.layout == "uniform":
             pages = memory.view(shape.num_blocks, shape.num_layers, *page).transpose(0, 1)
         else:
             pages = memory.view(shape.num_layers, shape.num_blocks, *page)
         cache = pages.permute(0, 1, 4, 3, 2, 5)
-        names = kv_cache_config.kv_cache_groups[0].layer_names
-        self.worker.register_kv_caches(dict(zip(names, cache, strict=True)))
+        worker.register_kv_caches(dict(zip(self.layer_names, cache, strict=True)))
         return cache
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.connector import KVConnectorBase
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p import worker
-from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, HandoffConformance
+from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, HandoffConformance, bugs
 from kvferry.connector.testing.harness import node_maker
 from kvferry.connector.testing.loads import SEPARATE
 from kvferry.transports.testing.leaks import Leaks
-from tests.support import planted_bugs
 from tests.support.handoff_simulator import planted as simulated
 
 
@@ -36,19 +34,8 @@ def flip_bits(folder: Path) -> None:
 # -- planted bugs: each must be reported ------------------------------------------------------------
 
 #: Promises as the suite states them, abbreviated.
-ONCE = "each completion is reported once"
-UNDER_WAY = "only what is under way is reported as finished"
 BYTES = "a load that is reported as done, and not as failed, has brought each token's keys and values"
-WHOLE_BLOCKS = "a prompt that one node computed is loaded by another: each whole block"
-LAST_TOKEN = "a synchronous load leaves at least the prompt's last token to compute"
-NOT_MORE = "no more tokens are loaded than the prompt has"
-ORDERED = "only blocks that a load was ordered for are written"
-AFTER_THE_END = "nothing is written into the blocks of a load after its end was reported"
 ENDS = "every transfer ends and is reported"
-RELEASED = "blocks that are kept for saving are released in the end"
-ANSWER = "every request gets its answer"
-FAILED_BLOCKS = "get_block_ids_with_load_errors names blocks of loads that are not over"
-LAYER = "wait_for_layer_load returns when the layer's part of the step's synchronous loads is in place"
 
 POISON = "has the contents of a free block"
 
@@ -58,17 +45,15 @@ class Bug:
     """A planted bug, and what must be reported.
 
     Attributes:
-        half: A class of `planted_bugs`.
+        name: In `bugs.BUGS`, which has the beginning of the promise that is named.
         test: The test of the suite that must fail.
-        promise: The beginning of the promise that it names.
         seen: A pattern of what it says was seen.
         arguments: Of the test, besides its fixtures.
         ends: Whether the bug is seen at once; otherwise, after the suite's deadline.
     """
 
-    half: str
+    name: str
     test: str
-    promise: str
     seen: str
     arguments: tuple[Any, ...] = ()
     ends: bool = True
@@ -84,113 +69,79 @@ SEVERAL = "test_requests_of_one_step_are_not_mixed_up"
 CHUNKS = "test_a_prompt_that_was_computed_in_chunks"
 PREEMPTED = "test_a_prompt_that_was_preempted"
 ABORTED = "test_a_prompt_that_was_not_finished_frees_its_blocks"
+FAILED_STEP = "test_what_a_failed_step_computed_is_not_found"
+RANKS = "test_each_rank_gets_its_own_heads"
 ABORTED_LOAD = "test_a_load_that_is_aborted_frees_its_blocks_once"
 DAMAGED = "test_a_damaged_store_is_a_failed_load"
 BEFORE, WHILE = ("before it is asked for",), ("after the load was ordered",)
 OF_P0 = "has the values of token 0 of request 'p0'"
 
 BUGS = [
-    # A store that works within a step.
-    Bug(
-        "ReportsASaveTwice", ANY, ONCE, r"step \d+ names request 'p .*' in finished_sending, and step \d+ had"
-    ),
-    Bug("ReportsASaveOfNothing", ANY, UNDER_WAY, "in finished_sending; its blocks are not held for it"),
-    Bug("DoesNotReportAFailedLoad", DAMAGED, BYTES, f"{POISON}.*; no error was reported", BEFORE),
-    Bug("ReportsAFailedLoadTooLate", DAMAGED, BYTES, POISON, BEFORE),
-    Bug("NamesOtherBlocksAsFailed", DAMAGED, FAILED_BLOCKS, "names blocks", BEFORE),
-    Bug("FreesBeforeItCopiedConnector", ANY, BYTES, POISON),
-    Bug(
-        "LoadsTheLastToken", ANY, LAST_TOKEN, r"\(4, False\) .* with 4 prompt tokens, of which the node has 0"
-    ),
-    Bug(
-        "LoadsABlockTooFew",
-        ANY,
-        WHOLE_BLOCKS,
-        r"0 of 5 tokens were loaded .*, 4 are the whole blocks",
-        ends=False,
-    ),
-    Bug("CountsTokensThatItLacks", ANY, BYTES, POISON),
-    Bug("LoadsMoreThanThePrompt", HERE, NOT_MORE, "with 18 prompt tokens, of which the node has 4"),
-    Bug("LoadsFromTheFirstBlock", HERE, BYTES, "token 4 .* has the values of token 0"),
-    Bug("WritesWhatIsHere", HERE, BYTES, f"token 4 .*{POISON}"),
-    Bug("IgnoresTheSalt", SEPARATES, BYTES, OF_P0, (SEPARATE["cache_salt"],)),
-    Bug("IgnoresTheAdapter", SEPARATES, BYTES, OF_P0, (SEPARATE["lora_id"],)),
-    Bug("IgnoresItems", SEPARATES, BYTES, "of request 'p0'", (SEPARATE["mm_features"],)),
-    Bug("IgnoresWhereItemsAre", SEPARATES, BYTES, "of request 'p2'", (SEPARATE["offset of mm_features"],)),
-    Bug("IgnoresVectors", SEPARATES, BYTES, OF_P0, (SEPARATE["prompt_embeds"],)),
-    Bug("IgnoresTheModel", "test_another_models_cache_is_not_loaded", BYTES, "of request 'p'"),
-    Bug("IgnoresEarlierBlocks", SIMILAR, BYTES, "has the values of token 4 of request 'p6'"),
-    Bug("IgnoresTheOrderOfTokens", SIMILAR, BYTES, "'its blocks are swapped'"),
-    Bug("KeepsEightBitsOfATokenId", SIMILAR, BYTES, r"'its first token differs by 2 \*\* 8'"),
-    Bug("KeepsSixteenBitsOfATokenId", SIMILAR, BYTES, r"'its first token differs by 2 \*\* 16'"),
-    Bug("KeepsThirtyOneBitsOfATokenId", SIMILAR, BYTES, r"'its first token differs by 2 \*\* 31'"),
-    Bug(
-        "HandsOutOnce",
-        "test_asking_changes_nothing",
-        "get_num_new_matched_tokens has no side effects",
-        "answered",
-    ),
-    Bug("LosesOrdersWithoutALoad", ANY, RELEASED, "blocks held for", ends=False),
-    Bug("LosesSavesBesideALoad", BESIDE, WHOLE_BLOCKS, "0 of 18 tokens were loaded", ends=False),
-    Bug("ChangesItsOrdersLater", ANY, "orders are not changed after", "they were changed to Orders"),
-    Bug("ChangesTheStep", ANY, "build_connector_meta does not change its argument", "was changed to Step"),
-    Bug("SendsALock", ANY, "orders can be sent to another process", "cannot pickle '_thread.lock' object"),
-    Bug("MixesUpRequests", SEVERAL, BYTES, "has the values of token 0 of request 'p2'"),
-    Bug("KeepsBlocksOfAbortedPrompts", ABORTED, ENDS, "blocks held for", ends=False),
-    Bug("SavesWhatWasNotComputed", ABORTED, BYTES, POISON),
-    Bug("ServesDamagedPages", DAMAGED, BYTES, "has values of no token", BEFORE),
-    Bug("PadsShortPages", DAMAGED, BYTES, "elements are those of a free block", WHILE, damage=cut_short),
-    Bug("OverwritesTheNextBlock", ANY, ORDERED, "block .*, which is free, was overwritten"),
-    Bug("UsesTheNullBlock", ANY, ORDERED, "block 0, which every engine uses as padding, was overwritten"),
-    Bug(
-        "ShutsDownOnce",
-        "test_shutting_down_is_harmless_at_any_time",
-        "a half can be shut down",
-        "twice raised",
-    ),
-    Bug(
-        "IgnoresUnknownOptions", "test_an_unknown_option_is_named", "an unknown option is refused", "was made"
-    ),
-    Bug("ReturnsParamsThatAreNoJson", ANY, "kv_transfer_params can be sent to a client as JSON", "not JSON"),
-    Bug(
-        "CannotJudgeParams",
-        "test_foreign_params_are_judged_without_an_error",
-        "recognizes_params answers True or False",
-        "None about",
-    ),
-    # A store with a thread.
-    Bug("ReportsALoadTwice", ANY, ONCE, "in finished_recving, and step"),
-    Bug("ReportsBeforeTheBytes", ANY, BYTES, f"{POISON}.*; no error was reported"),
-    Bug(
-        "WritesAfterAnAbortConnector",
-        ABORTED_LOAD,
-        AFTER_THE_END,
-        "the load of request 'd1' into it was over",
-    ),
-    Bug("ForgetsAbortedLoadsConnector", ABORTED_LOAD, ENDS, r"loads not over \['d1'\]", ends=False),
-    Bug("ForgetsFailedLoads", DAMAGED, ANSWER, r"loads not over \['d'\]", BEFORE, ends=False),
-    Bug("DiesOfADamagedPage", DAMAGED, ANSWER, r"loads not over \['d'\]", BEFORE, ends=False),
-    Bug("SavesAfterTheReport", ANY, BYTES, POISON),
-    Bug("NeverReportsASave", ANY, RELEASED, "blocks held for", ends=False),
-    Bug("LoadsAllButTheLastBlock", ANY, BYTES, POISON),
-    Bug("NeverSaysHowMuch", ANY, ANSWER, "waiting, 0 tokens computed", ends=False),
-    Bug("WritesAfterShutdown", ANY, ORDERED, "block 0"),
-    Bug("ClearsThePool", ANY, ORDERED, "was overwritten"),
-    # A store that works layer by layer.
-    Bug("DoesNotWaitForALayer", ANY, LAYER, f"after it returned, token 0 .*layer 0.* {POISON}"),
-    Bug("WaitsForAnotherLayer", ANY, LAYER, "after it returned, token 0 .*layer 2"),
-    Bug("DoesNotWaitForASave", ANY, BYTES, POISON),
-    Bug("SavesBeforeTheLayerIsComputed", ANY, BYTES, POISON),
-    Bug("SavesTheFirstLayerOnly", ANY, BYTES, r"layer 1.* has the values of token 0 of .* in layer 0"),
-    Bug("SavesAnotherRequestsTokens", f"{SEVERAL}_in_chunks", BYTES, "of request 'd1'.* of request 'p0'"),
-    Bug("SavesTheLastChunkOnly", CHUNKS, WHOLE_BLOCKS, "0 of 18 tokens were loaded", ends=False),
-    Bug("TakesTheTableForNewBlocks", CHUNKS, BYTES, "has the values of token 0"),
-    Bug(
-        "IgnoresPreemptions",
-        PREEMPTED,
-        BYTES,
-        r"token 0 of request 'd1' .* has the values of token \d+ of request 'p1'",
-    ),
+    Bug("ReportsASaveTwice", ANY, r"step \d+ names request 'p .*' in finished_sending, and step \d+ had"),
+    Bug("ReportsASaveOfNothing", ANY, "in finished_sending; its blocks are not held for it"),
+    Bug("DoesNotReportAFailedLoad", DAMAGED, f"{POISON}.*; no error was reported", BEFORE),
+    Bug("ReportsAFailedLoadTooLate", DAMAGED, POISON, BEFORE),
+    Bug("NamesOtherBlocksAsFailed", DAMAGED, "names blocks", BEFORE),
+    Bug("FreesBeforeItCopiedConnector", ANY, POISON),
+    Bug("LoadsTheLastToken", ANY, r"\(4, False\) .* with 4 prompt tokens, of which the node has 0"),
+    Bug("LoadsABlockTooFew", ANY, r"0 of 5 tokens were loaded .*, 4 are the whole blocks", ends=False),
+    Bug("CountsTokensThatItLacks", ANY, POISON),
+    Bug("LoadsMoreThanThePrompt", HERE, "with 18 prompt tokens, of which the node has 4"),
+    Bug("LoadsFromTheFirstBlock", HERE, "token 4 .* has the values of token 0"),
+    Bug("WritesWhatIsHere", HERE, "block 31, which request .* uses, was overwritten"),
+    Bug("IgnoresTheSalt", SEPARATES, OF_P0, (SEPARATE["cache_salt"],)),
+    Bug("IgnoresTheAdapter", SEPARATES, OF_P0, (SEPARATE["lora_id"],)),
+    Bug("IgnoresItems", SEPARATES, "of request 'p0'", (SEPARATE["mm_features"],)),
+    Bug("IgnoresWhereItemsAre", SEPARATES, "of request 'p2'", (SEPARATE["offset of mm_features"],)),
+    Bug("IgnoresVectors", SEPARATES, OF_P0, (SEPARATE["prompt_embeds"],)),
+    Bug("IgnoresTheModel", "test_another_models_cache_is_not_loaded", "of request 'p'"),
+    Bug("IgnoresEarlierBlocks", SIMILAR, "has the values of token 4 of request 'p6'"),
+    Bug("IgnoresTheOrderOfTokens", SIMILAR, "'its blocks are swapped'"),
+    Bug("KeepsEightBitsOfATokenId", SIMILAR, r"'its first token differs by 2 \*\* 8'"),
+    Bug("KeepsSixteenBitsOfATokenId", SIMILAR, r"'its first token differs by 2 \*\* 16'"),
+    Bug("KeepsThirtyOneBitsOfATokenId", SIMILAR, r"'its first token differs by 2 \*\* 31'"),
+    Bug("HandsOutOnce", "test_asking_changes_nothing", "answered"),
+    Bug("LosesOrdersWithoutALoad", ANY, "blocks held for", ends=False),
+    Bug("LosesSavesBesideALoad", BESIDE, "0 of 18 tokens were loaded", ends=False),
+    Bug("ChangesItsOrdersLater", ANY, "they were changed to Orders"),
+    Bug("ChangesTheStep", ANY, "was changed to Step"),
+    Bug("SendsALock", ANY, "cannot pickle '_thread.lock' object"),
+    Bug("MixesUpRequests", SEVERAL, "has the values of token 0 of request 'p2'"),
+    Bug("KeepsBlocksOfAbortedPrompts", ABORTED, "blocks held for", ends=False),
+    Bug("SavesWhatWasNotComputed", ABORTED, POISON),
+    Bug("ServesDamagedPages", DAMAGED, "has values of no token", BEFORE),
+    Bug("PadsShortPages", DAMAGED, "elements are those of a free block", WHILE, damage=cut_short),
+    Bug("OverwritesTheNextBlock", ANY, "block .*, which request 'd .*' uses, was overwritten"),
+    Bug("UsesTheNullBlock", ANY, "block 0, which every engine uses as padding, was overwritten"),
+    Bug("ShutsDownOnce", "test_shutting_down_is_harmless_at_any_time", "twice raised"),
+    Bug("IgnoresUnknownOptions", "test_an_unknown_option_is_named", "was made"),
+    Bug("ReturnsParamsThatAreNoJson", ANY, "not JSON"),
+    Bug("CannotJudgeParams", "test_foreign_params_are_judged_without_an_error", "None about"),
+    Bug("ReportsALoadTwice", ANY, "in finished_recving, and step"),
+    Bug("ReportsBeforeTheBytes", ANY, f"{POISON}.*; no error was reported"),
+    Bug("WritesAfterAnAbortConnector", ABORTED_LOAD, "the load of request 'd1' into it was over"),
+    Bug("ForgetsAbortedLoadsConnector", ABORTED_LOAD, r"loads not over \['d1'\]", ends=False),
+    Bug("ForgetsFailedLoads", DAMAGED, r"loads not over \['d'\]", BEFORE, ends=False),
+    Bug("DiesOfADamagedPage", DAMAGED, r"loads not over \['d'\]", BEFORE, ends=False),
+    Bug("SavesAfterTheReport", ANY, POISON),
+    Bug("NeverReportsASave", ANY, "blocks held for", ends=False),
+    Bug("LoadsAllButTheLastBlock", ANY, POISON),
+    Bug("NeverSaysHowMuch", ANY, "waiting, 0 tokens computed", ends=False),
+    Bug("WritesAfterShutdown", ANY, "block 0"),
+    Bug("ClearsThePool", ANY, "was overwritten"),
+    Bug("DoesNotWaitForALayer", ANY, f"after it returned, token 0 .*layer 0.* {POISON}"),
+    Bug("WaitsForAnotherLayer", ANY, "after it returned, token 0 .*layer 2"),
+    Bug("DoesNotWaitForASave", ANY, POISON),
+    Bug("SavesBeforeTheLayerIsComputed", ANY, POISON),
+    Bug("SavesTheFirstLayerOnly", ANY, r"layer 1.* has the values of token 0 of .* in layer 0"),
+    Bug("SavesAnotherRequestsTokens", f"{SEVERAL}_in_chunks", "of request 'd1'.* of request 'p0'"),
+    Bug("SavesTheLastChunkOnly", CHUNKS, "0 of 18 tokens were loaded", ends=False),
+    Bug("TakesTheTableForNewBlocks", CHUNKS, "has the values of token 0"),
+    Bug("IgnoresPreemptions", PREEMPTED, rf"token 0 of request 'd1' .*{POISON}"),
+    Bug("SavesAllLayersAtTheEnd", FAILED_STEP, "has values of no token", (1,)),
+    Bug("IgnoresHookErrors", FAILED_STEP, "0 of 18 tokens were loaded", (2,)),
+    Bug("SharesFilesBetweenRanks", RANKS, "has values of no token", (1 << 20,)),
+    Bug("LoadsOnTheFirstRankOnly", RANKS, "16 of 32 elements are those of a free", (1 << 20,)),
 ]
 
 
@@ -256,10 +207,9 @@ WITHOUT_COUNTERPART: dict[type[object], str] = {
 
 def run(bug: Bug, folder: Path) -> None:
     """Run one test of the suite on a connector with a planted bug."""
-    is_half = not issubclass(getattr(planted_bugs, bug.half), KVConnectorBase)
     transfer = {
-        "kv_connector": f"BrokenBy{bug.half}" if is_half else bug.half,
-        "kv_connector_module_path": "tests.support.planted_bugs",
+        "kv_connector": f"BrokenBy{bug.name}",
+        "kv_connector_module_path": "kvferry.connector.testing.bugs",
         "kv_connector_extra_config": {"folder": str(folder)},
     }
     test = getattr(ConnectorConformance(), bug.test)
@@ -271,13 +221,14 @@ def run(bug: Bug, folder: Path) -> None:
         test(make_node=make_node, **fixtures, **dict(zip(names, bug.arguments, strict=True)))
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.half)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_reported(bug: Bug, tmp_path: Path) -> None:
     with pytest.raises(BrokenPromiseError) as caught:
         run(bug, tmp_path)
-    assert re.match(bug.promise, caught.value.promise)
+    promise = bugs.BUGS[bug.name]
+    assert re.match(promise, caught.value.promise)
     assert re.search(bug.seen, caught.value.seen)
-    assert bug.promise not in caught.value.seen
+    assert promise not in caught.value.seen
 
 
 @pytest.mark.parametrize(("bug", "test", "promise", "seen"), HANDOFF_BUGS)
@@ -299,19 +250,36 @@ def test_a_bug_of_the_simulator_is_reported(
     assert re.search(seen, caught.value.seen)
 
 
+class TestStoreOfSeveralRanks(ConnectorConformance):
+    """The store from which the bugs of several ranks derive has none of them."""
+
+    @pytest.fixture
+    def transfer(self, tmp_path: Path) -> Mapping[str, Any]:
+        return {
+            "kv_connector": "Ranks",
+            "kv_connector_module_path": "kvferry.connector.testing.bugs",
+            "kv_connector_extra_config": {"folder": str(tmp_path)},
+        }
+
+
 @pytest.mark.parametrize(
     ("half", "left"),
     [
-        ("LeaksAThread", r"thread .*block-store-load.*block_store_connector"),
+        ("LeaksAThread", r"thread .*block-store-load.*block_store"),
         ("LeaksADescriptor", "descriptor .*/dev/null"),
     ],
 )
 def test_a_planted_leak_is_reported(half: str, left: str, tmp_path: Path) -> None:
     leaks = Leaks()
-    run(Bug(half, ANY, "", ""), tmp_path)
+    run(Bug(half, ANY, ""), tmp_path)
     found = "; ".join(leaks.wait(0.1))
-    getattr(planted_bugs, half).end()
+    getattr(bugs, half).end()
     assert re.search(left, found)
+
+
+def test_each_bug_of_the_list_is_planted() -> None:
+    leaks = {"LeaksAThread", "LeaksADescriptor"}
+    assert [bug.name for bug in BUGS] == [name for name in bugs.BUGS if name not in leaks]
 
 
 def test_each_bug_of_the_simulator_is_planted_or_has_no_counterpart() -> None:

@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import block_store_connector
 import pytest
-from block_store_connector import BlockStoreWorker
 
 from kvferry.connector import KVConnectorFactory
+from kvferry.connector.stores import block_store
+from kvferry.connector.stores.block_store import BlockStoreWorker
 from kvferry.connector.testing import ConnectorConformance, Request, engine_config
 from kvferry.transports.errors import ConfigurationError
 
 from .stores import BLOCK, SHAPE, answer, cut_short, flip_bits, prompt, store_node, transfer_of
 
-FILE_BYTES = SHAPE.num_layers * SHAPE.spec.page_size_bytes + block_store_connector.CHECKSUM_BYTES
+FILE_BYTES = SHAPE.num_layers * SHAPE.spec.page_size_bytes + block_store.CHECKSUM_BYTES
 STEPS = 5
 
 node = partial(store_node, *BLOCK)
@@ -84,7 +84,7 @@ def test_it_is_not_waited_for_longer_than_a_deadline_nor_for_another_prompt(
         other = Request("b", 22, params)
         second.scheduler.on_new_request(other)
         assert second.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
-        monkeypatch.setattr(block_store_connector, "WAIT_S", 0.05)
+        monkeypatch.setattr(block_store, "WAIT_S", 0.05)
         assert answer(second, Request("c", 18, params)) == 0
         first.step_until(lambda: not first.is_busy)
 
@@ -126,7 +126,7 @@ def test_a_load_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_store_that_cannot_keep_up_does_not_hold_more_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_store_connector, "MAX_SAVES", 2)
+    monkeypatch.setattr(block_store, "MAX_SAVES", 2)
     with node(tmp_path) as first:
         with held_up(monkeypatch, "_save"):
             for name in "abcd":
@@ -179,7 +179,7 @@ def test_a_prompt_larger_than_the_store_keeps_its_first_blocks(tmp_path: Path) -
 
 def test_eviction_deletes_leftovers_but_no_file_of_others(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_bytes(b"x" * 10 * FILE_BYTES)
-    leftover = tmp_path / f"{'0' * 64}{block_store_connector.SUFFIX}-0123"
+    leftover = tmp_path / f"{'0' * 64}{block_store.SUFFIX}-0123"
     leftover.write_bytes(b"x" * FILE_BYTES)
     with node(tmp_path, capacity_gb=room_for(4)) as first:
         answer(first, Request("a", 17))
@@ -199,7 +199,7 @@ def test_shutting_down_ends_what_is_under_way(tmp_path: Path, monkeypatch: pytes
 def test_a_thread_that_hangs_delays_the_end_by_no_more_than_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(block_store_connector, "SHUTDOWN_S", 0.05)
+    monkeypatch.setattr(block_store, "SHUTDOWN_S", 0.05)
     with held_up(monkeypatch, "_save") as saves:
         with node(tmp_path) as first, caplog.at_level(logging.WARNING):
             first.prefill("a", 18)
@@ -213,13 +213,13 @@ def test_a_thread_that_hangs_delays_the_end_by_no_more_than_a_deadline(
 def test_whatever_a_job_raises_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with node(tmp_path) as first:
         with monkeypatch.context() as patch:
-            patch.setattr(block_store_connector, "touch", lambda copies: 1 // 0)
+            patch.setattr(block_store, "touch", lambda copies: 1 // 0)
             answer(first, Request("a", 18))
             assert "cannot save 4 blocks" in first.worker.warning
         answer(first, Request("a2", 18))
         assert first.worker.warning == ""
         with monkeypatch.context() as patch:
-            patch.setattr(block_store_connector, "touch", lambda copies: 1 // 0)
+            patch.setattr(block_store, "touch", lambda copies: 1 // 0)
             assert answer(first, Request("b", 18)) == 0
         assert "by zero" in first.load_error("b")
 

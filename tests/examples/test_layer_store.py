@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import layer_store_connector
 import pytest
 import torch
-from layer_store_connector import LayerStoreWorker
 
+from kvferry.connector.stores import layer_store
+from kvferry.connector.stores.layer_store import LayerStoreWorker
 from kvferry.connector.testing import ConnectorConformance, Request
 
 from .stores import LAYER, answer, cut_short, flip_bits, store_node, transfer_of
@@ -110,7 +110,7 @@ def test_a_layer_waits_for_its_own_pages_only(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_layer_waits_no_longer_than_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_store_connector, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(layer_store, "READ_TIMEOUT_S", 0.05)
     with node(tmp_path) as first:
         answer(first, Request("a", 18))
         with held_up(monkeypatch, last_layer=1):

@@ -131,6 +131,27 @@ class ReportsAPartAsTheWhole(SmallBackend):
             self.peers.end_read(read)
 
 
+class TakesLateBytesForAnother(SmallBackend):
+    """Takes a slice for which no read waits for one of the read that does."""
+
+    def take(self, wire: Wire, transfer_id: int, is_held: bool, data: bytes) -> None:
+        if transfer_id not in wire.pending and wire.pending:
+            transfer_id = next(iter(wire.pending))
+        super().take(wire, transfer_id, is_held, data)
+
+
+class ServesOnePeerToTheEnd(SmallBackend):
+    """Serves another peer only when the one before has asked for all that it wants."""
+
+    def serve(self, wire: Wire, transfer_id: int, rows: Int64Array, guard: Guard) -> None:
+        before = self.__dict__.setdefault("before", wire)
+        if before is not wire and not before.is_cut and before.far is not None and before.far.pending:
+            self.post(wire, "read", transfer_id, rows, guard)
+            return
+        self.before = wire
+        super().serve(wire, transfer_id, rows, guard)
+
+
 class ChecksNoBounds(SmallBackend):
     def check(self, read: Read[Wire], there: SmallBackend) -> None:
         pass
@@ -465,6 +486,16 @@ PLANTED = [
     ),
     Planted(MixesUpOffsets, "test_scattered_regions_of_many_sizes", f"{ARRIVES}.*bytes are wrong"),
     Planted(ReportsAPartAsTheWhole, "test_a_read_larger_than_any_buffer", f"{ARRIVES}.*bytes are wrong"),
+    Planted(
+        TakesLateBytesForAnother,
+        "test_a_read_beside_one_that_timed_out_gets_its_own_bytes",
+        f"{ARRIVES}.*bytes are wrong",
+    ),
+    Planted(
+        ServesOnePeerToTheEnd,
+        "test_a_peer_that_asks_and_takes_nothing_delays_no_other",
+        "each read that `start_read` accepted ends",
+    ),
     Planted(
         ChecksNoBounds,
         "test_regions_outside_a_pool_are_refused",

@@ -188,8 +188,12 @@ class World:
         self.nodes.append(node)
         return node
 
-    def link(self, producer: Node, consumer: Node, address: str = "") -> Link:
-        """Connect `consumer` to an address of `producer`, by default a new one."""
+    def link(self, producer: Node, consumer: Node, address: str = "", besides: Sequence[Node] = ()) -> Link:
+        """Connect `consumer` to an address of `producer`, by default a new one.
+
+        Args:
+            besides: Nodes that are not served meanwhile.
+        """
         seen = len(producer.of_type(Connected))
         address = address or producer.endpoint.listen("")
         producer_id = consumer.endpoint.start_connect(address, timeout_s=DEADLINE_S)
@@ -198,6 +202,7 @@ class World:
                 len(producer.of_type(Connected)) > seen
                 and Connected(producer_id, incoming=False) in consumer.history
             ),
+            *(node for node in self.nodes if node not in besides),
             promise="an endpoint that listens accepts a peer, and both sides report `Connected`",
         )
         (incoming,) = producer.of_type(Connected)[seen:]

@@ -276,6 +276,31 @@ class ReadPromises:
         if ended.error is None:
             same_bytes(link.consumer.memory(), link.producer.memory(), ARRIVES)
 
+    def test_a_read_beside_one_that_timed_out_gets_its_own_bytes(self, world: World, link: Link) -> None:
+        """What was on its way for the first read arrives later, and must not be taken for bytes of the second."""
+        start, half = link.consumer.endpoint.start_read, POOL_BYTES // 2
+        late = start(link.producer_id, pairs_of((0, 0, half)), HELD, timeout_s=0.02)
+        other = start(link.producer_id, pairs_of((half, half, half)), HELD, timeout_s=DEADLINE_S)
+        world.end_of(link, late, link.consumer)  # meanwhile the owner of the memory does nothing
+        ended = world.end_of(link, other)
+        promise = "a read that timed out costs no other read its bytes; at most it costs the connection"
+        require(ended.error is None or isinstance(ended.error, PeerLostError), promise, ended)
+        if ended.error is None:
+            same_bytes(link.consumer.memory()[half:], link.producer.memory()[half:], ARRIVES)
+
+    def test_a_peer_that_asks_and_takes_nothing_delays_no_other(self, world: World, link: Link) -> None:
+        start = link.consumer.endpoint.start_read
+        for _ in range(16):  # more than the buffers of a connection hold
+            start(link.producer_id, EVERYTHING, HELD, timeout_s=DEADLINE_S)
+        world.turn(link.consumer)  # it has asked, and does nothing from now on
+        other = world.link(link.producer, world.node(POOL_BYTES), besides=(link.consumer,))
+        transfer_id = other.consumer.endpoint.start_read(
+            other.producer_id, EVERYTHING, HELD, timeout_s=DEADLINE_S
+        )
+        ended = world.end_of(other, transfer_id, link.producer, other.consumer)
+        require(ended.error is None, "a peer that asks and takes nothing delays no other peer", ended)
+        same_bytes(other.consumer.memory(), link.producer.memory(), ARRIVES)
+
     def test_a_read_from_an_unknown_peer_is_refused(self, link: Link) -> None:
         with refuses(PeerLostError, "a read from an unknown peer is refused"):
             link.consumer.endpoint.start_read(987654, pairs_of((0, 0, 1)), HELD, timeout_s=1)

@@ -1,7 +1,21 @@
-"""The example stores, each with exactly one thing broken. `tests/connector/test_kit.py` says which promise that breaks.
+"""Connectors with exactly one thing broken, for authors of suites: `BUGS` says which promise each breaks.
 
-`Blocks` is the asynchronous store, and `Layers` the one that loads and saves layer by layer. A bug is a class of its own
-scheduler half or worker half, or a connector if it needs both.
+A suite that is worth its name fails for each of them, and passes for `Blocks`, `Layers` and `Ranks`:
+
+    @pytest.mark.parametrize("bug", bugs.BUGS)
+    def test_my_suite_notices(bug, tmp_path):
+        connector = KVTransferConfig(
+            f"BrokenBy{bug}",
+            "kv_both",
+            kv_connector_module_path="kvferry.connector.testing.bugs",
+            kv_connector_extra_config={"folder": str(tmp_path)},
+        )
+        with pytest.raises(AssertionError):
+            my_suite(connector)
+
+`Blocks` is the asynchronous store of `kvferry.connector.stores`, `Layers` the one that loads and saves layer by layer, and
+`Ranks` that one for nodes of several ranks. A bug is a class of its own scheduler half or worker half, or a connector if it
+needs both. `tests/connector/test_kit.py` shows which test of `ConnectorConformance` notices each, and by what words.
 """
 
 from __future__ import annotations
@@ -13,16 +27,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import block_store_connector
-import layer_store_connector
 import torch
-from block_store_connector import BlockStoreConnector, BlockStoreScheduler, BlockStoreWorker, Copies
-from layer_store_connector import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
 
-from kvferry.connector import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
-from kvferry.connector.identity.content import block_digests
-from kvferry.connector.testing.loads import Item
-from kvferry.connector.testing.shapes import Request
+from .. import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
+from ..config import ParallelConfig
+from ..identity.content import block_digests
+from ..stores import block_store, layer_store
+from ..stores.block_store import (
+    BlockStoreConnector,
+    BlockStoreScheduler,
+    BlockStoreWorker,
+    Copies,
+)
+from ..stores.layer_store import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
+from .loads import Item
+from .shapes import Request
 
 Tables = Sequence[Sequence[int]]
 
@@ -216,7 +235,7 @@ class MixesUpRequests(LayerStoreWorker):
     """Gives each request of a step the contents of another."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        loads = cast(layer_store_connector.Orders, self.connector_metadata).loads
+        loads = cast(layer_store.Orders, self.connector_metadata).loads
         paths = [[path for path, _ in copies] for copies in loads.values()][::-1]
         for (request_id, copies), other in zip(list(loads.items()), paths, strict=True):
             loads[request_id] = [(path, block) for path, (_, block) in zip(other, copies, strict=False)]
@@ -256,19 +275,19 @@ class ClearsThePool(BlockStoreWorker):
 
 
 class LosesOrdersWithoutALoad(BlocksScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store_connector.Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store.Orders:
         orders = super().build_connector_meta(scheduler_output)
-        return orders if orders.loads else block_store_connector.Orders()
+        return orders if orders.loads else block_store.Orders()
 
 
 class LosesSavesBesideALoad(BlocksScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store_connector.Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store.Orders:
         orders = super().build_connector_meta(scheduler_output)
-        return block_store_connector.Orders(orders.loads) if orders.loads else orders
+        return block_store.Orders(orders.loads) if orders.loads else orders
 
 
 class ChangesItsOrdersLater(BlocksScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store_connector.Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store.Orders:
         return self._orders
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -277,13 +296,13 @@ class ChangesItsOrdersLater(BlocksScheduler):
 
 
 class ChangesTheStep(LayerStoreScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store_connector.Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store.Orders:
         scheduler_output.finished_req_ids.clear()
         return super().build_connector_meta(scheduler_output)
 
 
 @dataclass(frozen=True)
-class OrdersWithALock(layer_store_connector.Orders):
+class OrdersWithALock(layer_store.Orders):
     lock: Any = field(default_factory=threading.Lock)
 
 
@@ -358,7 +377,7 @@ class SavesAfterTheReport(BlockStoreWorker):
         if self.has_reported:
             self.may_save.set()
         super().start_load_kv(forward_context, **kwargs)
-        self.ordered = set(cast(block_store_connector.Orders, self.connector_metadata).saves)
+        self.ordered = set(cast(block_store.Orders, self.connector_metadata).saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         _, received = super().get_finished(finished_req_ids)
@@ -395,7 +414,7 @@ class ReportsBeforeTheBytes(BlockStoreWorker):
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         sent, _ = super().get_finished(finished_req_ids)
-        return sent, set(cast(block_store_connector.Orders, self.connector_metadata).loads)
+        return sent, set(cast(block_store.Orders, self.connector_metadata).loads)
 
     def _load(self, copies: Copies) -> None:
         self.may_load.wait(5.0)
@@ -407,7 +426,7 @@ class ReportsBeforeTheBytes(BlockStoreWorker):
 
 
 @dataclass(frozen=True)
-class OrdersWithAborts(block_store_connector.Orders):
+class OrdersWithAborts(block_store.Orders):
     aborts: set[str] = field(default_factory=set)
 
 
@@ -542,7 +561,7 @@ class ServesDamagedPages(LayerStoreWorker):
     """Compares no checksum."""
 
     def _read(self, paths: Sequence[Path], layer: int) -> torch.Tensor:
-        start = layer * (self._page_bytes + layer_store_connector.CHECKSUM_BYTES)
+        start = layer * (self._page_bytes + layer_store.CHECKSUM_BYTES)
         pages = bytearray().join(path.read_bytes()[start : start + self._page_bytes] for path in paths)
         return torch.frombuffer(pages, dtype=torch.uint8).view(len(paths), -1)
 
@@ -627,14 +646,14 @@ class SavesOthers(LayerStoreScheduler):
         """Return what is saved of a request instead of `saves`."""
         raise NotImplementedError
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store_connector.Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store.Orders:
         orders = super().build_connector_meta(scheduler_output)
         changed: dict[Path, int] = {}
         for item in scheduler_output.scheduled_requests:
             paths = self._paths[item.request_id]
             saves = {path: orders.saves[path] for path in paths if path in orders.saves}
             changed.update(self.changed(scheduler_output, item, saves))
-        return layer_store_connector.Orders(orders.loads, changed)
+        return layer_store.Orders(orders.loads, changed)
 
 
 class SavesAnotherRequestsTokens(SavesOthers):
@@ -671,6 +690,90 @@ class IgnoresPreemptions(SavesOthers):
         for path, block in saves.items():
             noted.setdefault(path, block)
         return noted if saves and len(noted) == len(self._paths[item.request_id]) else {}
+
+
+# == steps that fail, and several ranks ============================================================
+
+
+class SavesAllLayersAtTheEnd(LayerStoreWorker):
+    """Does not care whether the layers were computed from what was loaded."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None:
+        for name, cache in self._caches.items():
+            super().save_kv_layer(name, cache, None)
+        super().wait_for_save()
+
+
+class RanksScheduler(LayerStoreScheduler):
+    """Each rank has a folder. All ranks save a block in one step, so it is enough to look for the first one's file."""
+
+    saved: Sequence[Path] = ()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> layer_store.Orders:
+        orders = super().build_connector_meta(scheduler_output)
+        self.saved = list(orders.saves)
+        return orders
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.hook_errors:
+            for path in self.saved:
+                for rank in range(self._config.parallel.world_size):
+                    of_rank(path, rank).unlink(missing_ok=True)
+
+
+class RankWorker(LayerStoreWorker):
+    rank = 0
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        loads = {
+            name: [(of_rank(path, self.rank), block) for path, block in copies]
+            for name, copies in connector_metadata.loads.items()
+        }
+        saves = {of_rank(path, self.rank): block for path, block in connector_metadata.saves.items()}
+        super().bind_connector_metadata(layer_store.Orders(loads, saves))
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.{rank}") if rank else path
+
+
+class Ranks(Layers):
+    scheduler_class = RanksScheduler
+    worker_class = RankWorker
+
+    def make_worker_half(self) -> LayerStoreWorker:
+        worker = super().make_worker_half()
+        if isinstance(worker, RankWorker):
+            worker.rank = self.config.parallel.rank
+        return worker
+
+    def _settings(self) -> tuple[Path, KVCacheSpec]:
+        config = self.config
+        self.config = replace(config, parallel=ParallelConfig())  # the store itself refuses several ranks
+        try:
+            return super()._settings()
+        finally:
+            self.config = config
+
+
+class IgnoresHookErrors(RanksScheduler):
+    """Keeps what a rank saved in a step in which another rank's hook raised."""
+
+    def update_connector_output(self, connector_output: Any) -> None: ...
+
+
+class SharesFilesBetweenRanks(RankWorker):
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        LayerStoreWorker.bind_connector_metadata(self, connector_metadata)
+
+
+class LoadsOnTheFirstRankOnly(RankWorker):
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.rank:
+            cast(layer_store.Orders, self.connector_metadata).loads.clear()
+        super().start_load_kv(forward_context, **kwargs)
 
 
 # == the life of a half ============================================================================
@@ -725,16 +828,109 @@ class LeaksAThread(BlockStoreWorker):
             BlockStoreWorker.shutdown(cls.leaked.pop())
 
 
+# == the list =====================================================================================
+
+#: Promises of `docs/connector-contract.md`, as the suite words them, abbreviated.
+_ONCE = "each completion is reported once"
+_UNDER_WAY = "only what is under way is reported as finished"
+_BYTES = "a load that is reported as done, and not as failed, has brought each token's keys and values"
+_WHOLE_BLOCKS = "a prompt that one node computed is loaded by another: each whole block"
+_LAST_TOKEN = "a synchronous load leaves at least the prompt's last token to compute"
+_NOT_MORE = "no more tokens are loaded than the prompt has"
+_ORDERED = "only blocks that a load was ordered for are written"
+_AFTER_THE_END = "nothing is written into the blocks of a load after its end was reported"
+_ENDS = "every transfer ends and is reported"
+_RELEASED = "blocks that are kept for saving are released in the end"
+_ANSWER = "every request gets its answer"
+_FAILED_BLOCKS = "get_block_ids_with_load_errors names blocks of loads that are not over"
+_LAYER = "wait_for_layer_load returns when the layer's part of the step's synchronous loads is in place"
+
+#: Each planted bug, and the promise that it breaks. `BrokenBy` and its name is the connector's name.
+BUGS: Mapping[str, str] = {
+    "ReportsASaveTwice": _ONCE,
+    "ReportsASaveOfNothing": _UNDER_WAY,
+    "DoesNotReportAFailedLoad": _BYTES,
+    "ReportsAFailedLoadTooLate": _BYTES,
+    "NamesOtherBlocksAsFailed": _FAILED_BLOCKS,
+    "FreesBeforeItCopiedConnector": _BYTES,
+    "LoadsTheLastToken": _LAST_TOKEN,
+    "LoadsABlockTooFew": _WHOLE_BLOCKS,
+    "CountsTokensThatItLacks": _BYTES,
+    "LoadsMoreThanThePrompt": _NOT_MORE,
+    "LoadsFromTheFirstBlock": _BYTES,
+    "WritesWhatIsHere": _ORDERED,
+    "IgnoresTheSalt": _BYTES,
+    "IgnoresTheAdapter": _BYTES,
+    "IgnoresItems": _BYTES,
+    "IgnoresWhereItemsAre": _BYTES,
+    "IgnoresVectors": _BYTES,
+    "IgnoresTheModel": _BYTES,
+    "IgnoresEarlierBlocks": _BYTES,
+    "IgnoresTheOrderOfTokens": _BYTES,
+    "KeepsEightBitsOfATokenId": _BYTES,
+    "KeepsSixteenBitsOfATokenId": _BYTES,
+    "KeepsThirtyOneBitsOfATokenId": _BYTES,
+    "HandsOutOnce": "get_num_new_matched_tokens has no side effects",
+    "LosesOrdersWithoutALoad": _RELEASED,
+    "LosesSavesBesideALoad": _WHOLE_BLOCKS,
+    "ChangesItsOrdersLater": "orders are not changed after",
+    "ChangesTheStep": "build_connector_meta does not change its argument",
+    "SendsALock": "orders can be sent to another process",
+    "MixesUpRequests": _BYTES,
+    "KeepsBlocksOfAbortedPrompts": _ENDS,
+    "SavesWhatWasNotComputed": _BYTES,
+    "ServesDamagedPages": _BYTES,
+    "PadsShortPages": _BYTES,
+    "OverwritesTheNextBlock": _ORDERED,
+    "UsesTheNullBlock": _ORDERED,
+    "ShutsDownOnce": "a half can be shut down",
+    "IgnoresUnknownOptions": "an unknown option is refused",
+    "ReturnsParamsThatAreNoJson": "kv_transfer_params can be sent to a client as JSON",
+    "CannotJudgeParams": "recognizes_params answers True or False",
+    "ReportsALoadTwice": _ONCE,
+    "ReportsBeforeTheBytes": _BYTES,
+    "WritesAfterAnAbortConnector": _AFTER_THE_END,
+    "ForgetsAbortedLoadsConnector": _ENDS,
+    "ForgetsFailedLoads": _ANSWER,
+    "DiesOfADamagedPage": _ANSWER,
+    "SavesAfterTheReport": _BYTES,
+    "NeverReportsASave": _RELEASED,
+    "LoadsAllButTheLastBlock": _BYTES,
+    "NeverSaysHowMuch": _ANSWER,
+    "WritesAfterShutdown": _ORDERED,
+    "ClearsThePool": _ORDERED,
+    "DoesNotWaitForALayer": _LAYER,
+    "WaitsForAnotherLayer": _LAYER,
+    "DoesNotWaitForASave": _BYTES,
+    "SavesBeforeTheLayerIsComputed": _BYTES,
+    "SavesTheFirstLayerOnly": _BYTES,
+    "SavesAnotherRequestsTokens": _BYTES,
+    "SavesTheLastChunkOnly": _WHOLE_BLOCKS,
+    "TakesTheTableForNewBlocks": _BYTES,
+    "IgnoresPreemptions": _BYTES,
+    "SavesAllLayersAtTheEnd": _BYTES,
+    "IgnoresHookErrors": _WHOLE_BLOCKS,
+    "SharesFilesBetweenRanks": _BYTES,
+    "LoadsOnTheFirstRankOnly": _BYTES,
+    "LeaksAThread": "a half that was shut down leaves nothing behind",
+    "LeaksADescriptor": "a half that was shut down leaves nothing behind",
+}
+
+
 def planted(half: type[SchedulerHalf | WorkerHalf]) -> type[KVConnectorBase]:
     """Return the connector of a broken half."""
-    store = Layers if issubclass(half, (LayerStoreScheduler, LayerStoreWorker)) else Blocks
+    if issubclass(half, (RanksScheduler, RankWorker)):
+        store: type[KVConnectorBase] = Ranks
+    else:
+        store = Layers if issubclass(half, (LayerStoreScheduler, LayerStoreWorker)) else Blocks
     kind = "scheduler_class" if issubclass(half, SchedulerHalf) else "worker_class"
     return type(half.__name__, (store,), {kind: half})
 
 
 def __getattr__(name: str) -> type[KVConnectorBase]:
-    """`BrokenBy` and the name of a half: the connector with that half, as a factory of connectors looks it up."""
-    half = globals().get(name.removeprefix("BrokenBy"))
-    if half is None or not name.startswith("BrokenBy"):
+    """`BrokenBy` and a name in `BUGS`: the connector, as a factory of connectors looks it up."""
+    bug = name.removeprefix("BrokenBy")
+    if bug not in BUGS or bug == name:
         raise AttributeError(name)
-    return planted(half)
+    broken: type[Any] = globals()[bug]
+    return broken if issubclass(broken, KVConnectorBase) else planted(broken)
