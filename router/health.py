@@ -20,7 +20,7 @@ import aiohttp
 
 from ..connector.p2p.params import IDENTITY, IDENTITY_FIELDS
 from .reading import read_whole
-from .states import Health, NodeState
+from .states import Health, NodeState, Occupancy
 
 #: The largest body of `/health`.
 MAX_HEALTH_BYTES = 64 << 10
@@ -36,10 +36,17 @@ NOT_FOUND = frozenset({404, 405, 501})
 MAX_VERSION_CHARS = 80
 #: Of what a node says is wrong with it, at most this many characters are kept.
 MAX_REASON_CHARS = 400
+#: A node that states more requests than this does not tell the truth.
+MAX_STATED = 10**9
 #: The largest page of `/metrics`.
 MAX_METRICS_BYTES = 4 << 20
 #: How long a busy server of vLLM may take to say what it is. It answers after the requests that wait before this one.
 QUESTION_TIMEOUT_S = 60.0
+#: How vLLM's `/metrics` states its load, with a row per engine.
+_VLLM_LOAD = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} ([0-9.eE+-]{1,24})$",
+    re.MULTILINE,
+)
 _PROTOCOL = re.compile(rb'^kvferry_build_info\{[^}\n]*\bprotocol="(\d{1,9})"', re.MULTILINE)
 
 
@@ -122,6 +129,7 @@ class Prober:
         if self._told is None:
             await self._describe(session, timeout_s)
         told = self._told or {}
+        page = await _ask_metrics(session, self._url, timeout_s)
         protocol = told.get("protocol")
         self.protocol = protocol if type(protocol) is int else self.protocol
         return replace(
@@ -131,6 +139,7 @@ class Prober:
             kv_role=str(told.get("kv_role") or ""),
             models=self._models,
             description=told,
+            occupancy=_vllm_occupancy(page),
         )
 
     def forget(self) -> None:
@@ -174,7 +183,8 @@ class Prober:
         if self._has_asked_version:
             return
         self._has_asked_version = True
-        self.protocol = await _ask_protocol(session, self._url, timeout_s)
+        found = _PROTOCOL.search(await _ask_metrics(session, self._url, timeout_s))
+        self.protocol = int(found[1]) if found else 0
         answer = await self._ask(session, "/version", timeout_s)
         self.version = str(answer.get("version") or "")[:MAX_VERSION_CHARS]
         self.vllm_max_model_len, self._models = 0, frozenset()
@@ -190,15 +200,34 @@ class Prober:
         return {}
 
 
-async def _ask_protocol(session: aiohttp.ClientSession, url: str, timeout_s: float) -> int:
-    """Return the version of the handoff protocol by a node's metrics, which vLLM's nodes export too. 0 without one."""
+async def _ask_metrics(session: aiohttp.ClientSession, url: str, timeout_s: float) -> bytes:
+    """Return a node's page of metrics; empty if it has none."""
     with contextlib.suppress(TimeoutError, aiohttp.ClientError):
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(f"{url}/metrics", timeout=timeout) as response:
-            page = await read_whole(response, MAX_METRICS_BYTES) if response.status == 200 else b""
-            if found := _PROTOCOL.search(page):
-                return int(found[1])
-    return 0
+            return await read_whole(response, MAX_METRICS_BYTES) if response.status == 200 else b""
+    return b""
+
+
+def _vllm_occupancy(page: bytes) -> Occupancy | None:
+    found: dict[bytes, list[float]] = {}
+    for name, value in _VLLM_LOAD.findall(page):
+        with contextlib.suppress(ValueError):
+            found.setdefault(name, []).append(float(value))
+    running, waiting = (found.get(name, []) for name in (b"num_requests_running", b"num_requests_waiting"))
+    return (
+        _occupancy(sum(running), sum(waiting), max(found.get(b"kv_cache_usage_perc", [0.0])))
+        if running
+        else None
+    )
+
+
+def _occupancy(running: object, waiting: object, pool_usage: object) -> Occupancy | None:
+    """Return what a node states, if it can be true."""
+    figures = [each for each in (running, waiting, pool_usage) if isinstance(each, int | float)]
+    if len(figures) < 3 or not all(type(each) is not bool and 0 <= each <= MAX_STATED for each in figures):
+        return None
+    return Occupancy(int(figures[0]), int(figures[1]), min(1.0, float(figures[2])))
 
 
 async def ask_health(
@@ -233,6 +262,8 @@ async def ask_health(
 def _answered(path: str, status: int, payload: bytes) -> Health:
     body = _object(payload)
     kv_role, models = str(body.get("kv_role") or ""), body.get("models")
+    load = told if isinstance(told := body.get("load"), dict) else {}
+    occupancy = _occupancy(*(load.get(key) for key in ("running", "waiting", "pool_usage")))
     if status == 200:
         return Health(
             NodeState.READY,
@@ -241,6 +272,7 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
             kv_role=kv_role,
             models=frozenset(filter(_is_text, models if isinstance(models, list) else ())),
             description=told if isinstance(told := body.get("kv_transfer_params"), dict) else {},
+            occupancy=occupancy,
         )
     if status != 503:
         return Health(None, f"{path} answered {status}")
@@ -251,7 +283,7 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
     if word == "draining":
         return Health(NodeState.DRAINING, said, is_reported=True)
     if word == "overloaded":
-        return Health(NodeState.OVERLOADED, said, is_reported=True, kv_role=kv_role)
+        return Health(NodeState.OVERLOADED, said, is_reported=True, kv_role=kv_role, occupancy=occupancy)
     # A node that can no longer hand over may still finish its answers; a node with a dead engine cannot. vLLM answers
     # `/health` with 503 and an empty body, and only if its engine is dead.
     is_dead = word not in ("starting", "failing") if path == HEALTH_PATH else word == "dead"

@@ -24,7 +24,16 @@ from .beginnings import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, ROLES, Contributions, Role, server_name_of
 from .policies import LOAD_FACTOR, LeastLoaded, Policy
-from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus, bound
+from .states import (
+    FAILED_CHECKS_UNTIL_GONE,
+    USABLE,
+    EjectionRule,
+    Health,
+    NodeState,
+    NodeStatus,
+    Occupancy,
+    bound,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +97,8 @@ class UpstreamNode:
 
     Attributes:
         in_flight: The router's requests at the node.
+        occupancy: What the node has to do, as it said at the last check. None if it does not say.
+        num_others: Requests at the node, at the last check, that are not this router's.
         num_at_once: Prefills in flight whose decode node was asked at the same time.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
         kv_role: What the node does by its own account; see `Health`.
@@ -106,6 +117,8 @@ class UpstreamNode:
         self.role = role
         self.url = url.rstrip("/")
         self.in_flight = 0
+        self.occupancy: Occupancy | None = None
+        self.num_others = 0
         self.num_connection_failures = 0
         self.num_at_once = 0
         self.num_offers = 0
@@ -203,6 +216,13 @@ class UpstreamNode:
             "state": self.state.value,
             "why": self.why,
             "in_flight": self.in_flight,
+            "load": None
+            if (load := self.occupancy) is None
+            else {
+                "running": load.num_running,
+                "waiting": load.num_waiting,
+                "pool_usage": round(load.pool_usage, 3),
+            },
             "offers": self.num_offers,
             "ejections": self.num_ejections,
             "version": self._prober.version or None,
@@ -248,6 +268,11 @@ class UpstreamNode:
             # Do this at each such check, not only at the first: at the first one a request may have been writing to its client
             # rather than waiting for the node.
             self.end_exchanges()
+
+    def note_occupancy(self, occupancy: Occupancy | None, in_flight: int) -> None:
+        """Note what the node has said that it has to do, while the router had so many requests there at most."""
+        self.occupancy = occupancy
+        self.num_others = max(0, occupancy.num_requests - in_flight) if occupancy is not None else 0
 
     def note_answered(self) -> None:
         """Note a request that the node answered to its end."""
@@ -364,10 +389,12 @@ class UpstreamNode:
             self._check_is_wanted.clear()
             waiting, self._waiting = self._waiting, []
             try:
+                before = self.in_flight
                 health = await self._prober.probe(session, timeout_s)
                 if health.state is NodeState.READY:
                     health = await self._prober.completed(session, timeout_s, health)
                 self.note(health)
+                self.note_occupancy(health.occupancy, max(before, self.in_flight))
             except Exception:
                 # These checks are the only deadline of requests at this node, so a bug of ours must not end them.
                 logger.exception("checking %s node %s failed", self.role, self.url)

@@ -29,6 +29,7 @@ class Candidate(Protocol):
 
     url: str
     in_flight: int
+    num_others: int
     last_used: int
 
 
@@ -52,10 +53,16 @@ class Policy(ABC):
 
 
 class LeastLoaded(Policy):
-    """Chooses the node with the fewest requests. Equal nodes are taken round-robin."""
+    """Chooses the node with the fewest requests. Equal nodes are taken round-robin.
+
+    If others use the nodes too, it compares two: those that this router has used least lately. What others have sent is known
+    from the last check only, and if each router took the best of all nodes, all of them would take the same one until the next.
+    """
 
     def choose(self, candidates: Sequence[C], body: Mapping[str, Any]) -> C:
-        return min(candidates, key=lambda node: (node.in_flight, node.last_used))
+        if any(node.num_others for node in candidates):
+            candidates = sorted(candidates, key=lambda node: node.last_used)[:2]
+        return min(candidates, key=lambda node: (node.in_flight + node.num_others, node.last_used))
 
     def nodes_changed(self, urls: Collection[str]) -> None:
         return
@@ -87,7 +94,7 @@ class PrefixAffinity(Policy):
 
     def choose(self, candidates: Sequence[C], body: Mapping[str, Any]) -> C:
         usable = {node.url: node for node in candidates}
-        loads = {url: node.in_flight for url, node in usable.items()}
+        loads = {url: node.in_flight + node.num_others for url, node in usable.items()}
         key = prefix_key(body, self._length)
         chosen = choose(self._ring, key, loads, LOAD_FACTOR)
         if chosen == next(self._ring.walk(key)):

@@ -35,6 +35,26 @@ USABLE = (NodeState.READY, NodeState.UNKNOWN, NodeState.OVERLOADED, NodeState.EJ
 
 
 @dataclass(frozen=True)
+class Occupancy:
+    """What a node has to do by its own account, for this router and for everyone else.
+
+    Attributes:
+        num_running: Requests that it computes, or loads a cache for.
+        num_waiting: Requests that wait for their first step.
+        pool_usage: Share of its blocks that are in use, from 0 to 1.
+    """
+
+    num_running: int
+    num_waiting: int
+    pool_usage: float
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True)
 class Health:
     """The result of one check.
 
@@ -50,6 +70,7 @@ class Health:
         kv_role: What the node does by its own account, in vLLM's words. Empty if it does not say.
         models: The names of the models that it serves, adapters among them. Empty if it does not say.
         description: What its connector says of this start of the node, in `kv_transfer_params`. Empty if it does not say.
+        occupancy: What it has to do. None if it does not say.
     """
 
     state: NodeState | None
@@ -62,6 +83,7 @@ class Health:
     kv_role: str = ""
     models: frozenset[str] = frozenset()
     description: Mapping[str, Any] = field(default_factory=dict)
+    occupancy: Occupancy | None = None
 
 
 @dataclass(frozen=True)

@@ -175,11 +175,20 @@ class NodeServer:
         if status == "ok" and is_overloaded(request):
             status, error = "overloaded", "as many requests wait as --max-queued-requests allows"
         is_up = status in ("ok", "overloaded")
-        told = self._what_it_is() if is_up else {}
+        told = {**self._what_it_is(), "load": self._load()} if is_up else {}
         if is_up and request.get(HAS_KEY, False):
             # Where a decode node can reach this one: a router names both in the first request, for which it needs a key.
             told["kv_transfer_params"] = {**self._engine.connector_description, **self._publisher()}
         return self._described(status, error, status == "ok", **told)
+
+    def _load(self) -> dict[str, float]:
+        """Say what the node has to do. Routers that share it choose by this."""
+        stats = self._engine.stats()
+        return {
+            "running": stats.num_running + stats.num_loading,
+            "waiting": stats.num_waiting,
+            "pool_usage": round(1 - stats.num_free_blocks / max(1, stats.num_blocks), 3),
+        }
 
     def _publisher(self) -> dict[str, Any]:
         """Say where a router can follow what the prefix cache stores and removes."""

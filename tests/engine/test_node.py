@@ -177,8 +177,11 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
         begun = [asyncio.ensure_future(ask(client, "a", max_tokens=100, stream=s)) for s in (True, False)]
         while server.num_answering < 2:
             await asyncio.sleep(0.002)
-        ready = {"status": "ok", "models": [Path(settings.model).name]}
-        assert await health(client, "/ready") == (200, ready)
+        status, ready = await health(client, "/ready")
+        load = ready.pop("load")
+        assert (status, ready) == (200, {"status": "ok", "models": [Path(settings.model).name]})
+        assert 0 <= load["running"] + load["waiting"] <= 2
+        assert 0 <= load["pool_usage"] <= 1
         server.drain()
         assert await health(client, "/ready") == (503, {"status": "draining"})
         assert await health(client) == (200, {"status": "draining"})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.router.policies import PrefixAffinity, prefix_key
+from kvferry.router.policies import LeastLoaded, PrefixAffinity, prefix_key
 from kvferry.router.ring import Ring, choose
 from kvferry.router.states import bound
 
@@ -86,7 +86,30 @@ def test_a_hot_prefix_spills_over_to_the_next_nodes_in_a_fixed_order() -> None:
 class Node:
     url: str
     in_flight: int = 0
+    num_others: int = 0
     last_used: int = 0
+
+
+def test_the_node_with_the_fewest_requests_is_taken() -> None:
+    nodes = [Node("a", in_flight=2), Node("b", in_flight=1, last_used=2), Node("c", in_flight=1, last_used=1)]
+    assert LeastLoaded().choose(nodes, {}).url == "c"
+
+
+def test_of_nodes_that_others_use_too_the_two_used_least_lately_are_compared() -> None:
+    """Ten routers that all took the node which the last check showed as the best would make it the worst."""
+    nodes = [
+        Node(url, num_others=others, last_used=turn)
+        for turn, (url, others) in enumerate(zip("abcd", [6, 4, 9, 0], strict=True))
+    ]
+    policy, chosen = LeastLoaded(), []
+    for turn in range(10, 22):
+        node = policy.choose(nodes, {})
+        node.last_used = turn
+        node.in_flight += 1
+        chosen.append(node.url)
+    assert chosen[0] == "b", "it has fewer requests than a; d was used later"
+    assert set(chosen[:4]) >= {"b", "d"}
+    assert chosen.count("c") <= chosen.count("a") <= chosen.count("b")
 
 
 def test_the_policy_counts_prompts_at_their_first_node_and_at_later_ones() -> None:

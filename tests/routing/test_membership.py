@@ -309,6 +309,7 @@ async def test_the_routers_view_of_a_node_shows_its_probe_and_version() -> None:
                 "url",
                 "role",
                 "kv_role",
+                "load",
                 "models",
                 "state",
                 "why",
