@@ -43,6 +43,9 @@ ALL = (
     PLAINTEXT,
     "serviceMonitor.enabled=true",
     "serviceMonitor.labels.release=prometheus",
+    "prometheusRule.enabled=true",
+    "prometheusRule.labels.release=prometheus",
+    "dashboard.enabled=true",
     *(f"{kind}.autoscaling.enabled=true" for kind in ("prefill", "decode", "router", "pair")),
     "http.tlsSecretName=kvferry-http",
     "http.apiKey.secretName=kvferry-key",
@@ -248,17 +251,42 @@ def test_only_nodes_reach_the_ports_of_the_transport() -> None:
             assert name.endswith("-router")
 
 
-def test_the_router_knows_every_pod_that_can_exist() -> None:
+@pytest.mark.parametrize(("name", "scheme"), [("all", "dns+https"), ("scaled", "dns")])
+def test_the_router_looks_up_the_pods_that_are_ready(name: str, scheme: str) -> None:
     (router,) = [
         container
-        for workload in workloads(rendered("all"))
+        for workload in workloads(rendered(name))
         for container in containers_of(workload)
         if container["name"] == "router"
     ]
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(rendered(name), "Service")}
     for role in ("prefill", "decode"):
-        urls = [word for word in router["args"] if word.startswith(f"--{role}=")]
-        pods = [f"ferry-kvferry-{role}-{index}.ferry-kvferry-{role}" for index in range(4)]
-        assert urls == [f"--{role}=https://{pod}:8000" for pod in pods]
+        (host, port) = option(router, role).removeprefix(f"{scheme}://").split(":")
+        service, *domain = host.split(".")
+        assert domain[1:] == ["svc", "cluster", "local"]
+        assert services[service]["clusterIP"] == "None"
+        assert not services[service].get("publishNotReadyAddresses")
+        assert selected(services[service]["selector"], rendered(name)) == [f"ferry-kvferry-{role}"]
+        assert [str(each["port"]) for each in services[service]["ports"]] == [port]
+
+
+@pytest.mark.parametrize("name", [None, "ours"])
+def test_the_operator_gets_the_alerts_and_grafana_the_dashboard(name: str | None) -> None:
+    """The alerts look for the job that the monitor's label makes."""
+    manifests = rendered("all") if name is None else render([], *ALL, f"nameOverride={name}")
+    (rule,) = of_kind(manifests, "PrometheusRule")
+    shipped = (
+        (CHART / "files" / "alerts.yml").read_text().replace('job="kvferry"', f'job="{name or "kvferry"}"')
+    )
+    assert rule["spec"] == yaml.safe_load(shipped)
+    (monitor,) = of_kind(manifests, "ServiceMonitor")
+    (service, *_) = of_kind(manifests, "Service")
+    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == (name or "kvferry")
+    (shown,) = of_kind(manifests, "ConfigMap")
+    assert json.loads(shown["data"]["kvferry.json"]) == json.loads(
+        (CHART / "files" / "dashboard.json").read_text()
+    )
+    assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 def test_scaling_uses_metrics_that_the_adapter_rules_make() -> None:
@@ -329,6 +357,15 @@ def test_nodes_run_vllm_by_default() -> None:
         (["transport.name=shm"], "transport.name 'shm' connects no pods"),
         ([PLAINTEXT, "vllm.image="], "vllm.image is empty"),
         ([PLAINTEXT, "drain.timeoutSeconds=20"], "drain.timeoutSeconds is less than handoff.leaseSeconds"),
+        (
+            [PLAINTEXT, "decode.autoscaling.enabled=true", "decode.replicas=5"],
+            "decode.replicas is 5, more than autoscaling.maxReplicas, which is 4",
+        ),
+        (
+            [PLAINTEXT, "router.autoscaling.enabled=true", "router.autoscaling.minReplicas=5"],
+            "router.autoscaling.minReplicas is more than maxReplicas: 5 and 4",
+        ),
+        ([PLAINTEXT, "router.discovery=static"], "'discovery' not allowed"),
         ([PLAINTEXT, "transport.tsl.secretName=a"], "'tsl' not allowed"),
         ([PLAINTEXT, "transport.name=zeromq"], "/transport/name"),
         ([PLAINTEXT, "prefill.autoscaling.minReplicas=none"], "/prefill/autoscaling/minReplicas"),

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-BUILD = Path(__file__).parents[2] / "build"
-MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+MONITORING = ROOT / "docker" / "monitoring"
+#: Of the chart, which needs them in its folder: alerts and dashboard.
+FILES = ROOT / "deploy" / "helm" / "kvferry" / "files"
 #: A rate needs a few scrapes in its window.
 SCRAPE_INTERVAL = "250ms"
 
@@ -62,7 +65,7 @@ def scraping(targets: Mapping[str, str], folder: Path, port: int) -> Iterator[Pr
 
     config = {
         "global": {"scrape_interval": SCRAPE_INTERVAL, "evaluation_interval": SCRAPE_INTERVAL},
-        "rule_files": [str(MONITORING / "alerts.yml")],
+        "rule_files": [str(FILES / "alerts.yml")],
         "scrape_configs": [
             {
                 "job_name": "kvferry",

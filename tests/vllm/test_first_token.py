@@ -319,7 +319,9 @@ def test_a_decode_server_answers_alone_if_it_computes_what_it_cannot_load(launch
     client = Client(router)
     wait_until(lambda: client.get("/ready")[0] == 200)
     assert ask(client, {"prompt": "alone"}, "alone")[0] == 200
-    (load,) = (node["load"] for node in json.loads(client.get("/nodes")[1])["nodes"] if node["role"] == "decode")
+    (load,) = (
+        node["load"] for node in json.loads(client.get("/nodes")[1])["nodes"] if node["role"] == "decode"
+    )
     assert load["running"] + load["waiting"] <= 1
     assert 0 <= load["pool_usage"] <= 1
 

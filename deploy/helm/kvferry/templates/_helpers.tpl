@@ -264,11 +264,6 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
 {{- end }}
 {{- end }}
 
-{{/* HTTPS needs names that certificates contain, and the addresses behind a name in DNS have none. */}}
-{{- define "kvferry.discovery" -}}
-{{ eq .Values.router.discovery "auto" | ternary (empty .Values.http.tlsSecretName | ternary "dns" "static") .Values.router.discovery }}
-{{- end }}
-
 {{/* Where the router finds the nodes. */}}
 {{- define "kvferry.nodeAddresses" -}}
 {{- $root := . -}}
@@ -276,15 +271,10 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
 {{- $scheme := include "kvferry.scheme" . -}}
 {{- range $role := list "prefill" "decode" }}
 {{- $port := include "kvferry.httpPort" (dict "root" $root "role" $role) }}
-{{- $values := get $root.Values $role }}
 {{- if eq $root.Values.topology "pod" }}
 - --{{ $role }}={{ $scheme }}://localhost:{{ $port }}
-{{- else if eq (include "kvferry.discovery" $root) "dns" }}
-- --{{ $role }}=dns://{{ $name }}-{{ $role }}-ready.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}:{{ $port }}
 {{- else }}
-{{- range $index := until (int ($values.autoscaling.enabled | ternary $values.autoscaling.maxReplicas $values.replicas)) }}
-- --{{ $role }}={{ $scheme }}://{{ $name }}-{{ $role }}-{{ $index }}.{{ $name }}-{{ $role }}:{{ $port }}
-{{- end }}
+- --{{ $role }}={{ eq $scheme "https" | ternary "dns+https" "dns" }}://{{ $name }}-{{ $role }}-ready.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}:{{ $port }}
 {{- end }}
 {{- end }}
 {{- end }}

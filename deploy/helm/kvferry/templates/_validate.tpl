@@ -20,8 +20,15 @@
 {{- if lt (int .Values.drain.timeoutSeconds) (int .Values.handoff.leaseSeconds) -}}
   {{- fail "drain.timeoutSeconds is less than handoff.leaseSeconds: a pod would leave before its offers are read; raise it" -}}
 {{- end -}}
-{{- if and (eq .Values.router.discovery "dns") .Values.http.tlsSecretName -}}
-  {{- fail "router.discovery 'dns' finds nodes by address, and certificates have none: use 'static' with http.tlsSecretName" -}}
+{{- range $kind := eq .Values.topology "pod" | ternary (list "pair") (list "prefill" "decode" "router") -}}
+  {{- $values := get $.Values $kind -}}
+  {{- $scaling := $values.autoscaling -}}
+  {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+    {{- fail (printf "%s.autoscaling.minReplicas is more than maxReplicas: %d and %d" $kind (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+  {{- end -}}
+  {{- if and $scaling.enabled (gt (int $values.replicas) (int $scaling.maxReplicas)) -}}
+    {{- fail (printf "%s.replicas is %d, more than autoscaling.maxReplicas, which is %d: raise the maximum, or lower replicas" $kind (int $values.replicas) (int $scaling.maxReplicas)) -}}
+  {{- end -}}
 {{- end -}}
 {{- if and (not .Values.http.insecure) (not (and .Values.http.tlsSecretName .Values.http.apiKey.secretName)) -}}
   {{- fail "http.tlsSecretName or http.apiKey.secretName is empty: nodes and router need TLS and an API key; set http.insecure to do without" -}}
