@@ -613,6 +613,7 @@ class Performance:
 
     async def _send(self, events: Sequence[Event], *, is_first: bool) -> None:
         self._note_events(is_first=is_first)
+        self._timeline.pieces_sent(len(events))
         await self._write(events)
 
     def _note_events(self, *, is_first: bool) -> None:

@@ -161,6 +161,9 @@ class Timeline:
         self._prefill: _Visit | None = None
         self._decode: _Visit | None = None
         self._first_sent_s: float | None = None
+        self._num_pieces = 0
+        self._last_piece_s = 0.0
+        self._longest_pause_s = 0.0
         self._ended_s: float | None = None
         self._num_attempts = 0
         self._status: int | None = None
@@ -190,6 +193,14 @@ class Timeline:
     def first_token_sent(self) -> None:
         """Note that the client receives the first token from the prefill node."""
         self._first_sent_s = self._now_s()
+
+    def pieces_sent(self, num: int) -> None:
+        """Note pieces of a streamed answer that the client receives together. Usually each is a token."""
+        now_s = self._now_s()
+        if self._num_pieces:
+            self._longest_pause_s = max(self._longest_pause_s, now_s - self._last_piece_s)
+        self._num_pieces += num
+        self._last_piece_s = now_s
 
     def decode_sent(self, node: str, *, is_alone: bool) -> None:
         """Note that a decode node is about to receive the request.
@@ -358,6 +369,8 @@ class Timeline:
             "decode": decode.node if decode else "",
             "prompt_tokens": next((count for count in prompt_tokens if count is not None), None),
             "output_tokens": figures.num_output_tokens,
+            "pieces": self._num_pieces,
+            "longest_pause_ms": _ms(self._longest_pause_s),
             "total_ms": _ms(self._last_s),
             "first_token_ms": None if first_s is None else _ms(first_s),
             "parts": [

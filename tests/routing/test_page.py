@@ -211,6 +211,20 @@ async def test_each_of_several_prompts_is_recorded() -> None:
         check_parts(one)
 
 
+def test_pieces_of_a_stream_are_counted_and_its_longest_pause_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("kvferry.router.timelines.time.monotonic", lambda: now_s)
+    timeline = Timeline()
+    for after_s, num in ((5.0, 1), (0.1, 1), (0.7, 3), (0.2, 1)):
+        now_s += after_s
+        timeline.pieces_sent(num)
+    report = timeline.report()
+    # The five seconds before the first piece are no pause.
+    assert (report["pieces"], report["longest_pause_ms"]) == (6, 700.0)
+
+
 def test_a_wait_for_a_turn_at_the_router_is_queue() -> None:
     now = time.monotonic()
     with RecentRequests().following("r7", "/v1/completions", now - 2.0, now - 0.5) as timeline:
