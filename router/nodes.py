@@ -97,7 +97,7 @@ class UpstreamNode:
 
     Attributes:
         in_flight: The router's requests at the node.
-        occupancy: What the node has to do, as it said at the last check. None if it does not say.
+        occupancy: The load that the node reported at the last check. None if it reported none.
         num_others: Requests at the node, at the last check, that are not this router's.
         num_at_once: Prefills in flight whose decode node was asked at the same time.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
@@ -270,7 +270,11 @@ class UpstreamNode:
             self.end_exchanges()
 
     def note_occupancy(self, occupancy: Occupancy | None, in_flight: int) -> None:
-        """Note what the node has said that it has to do, while the router had so many requests there at most."""
+        """Note the load that the node reported.
+
+        Args:
+            in_flight: The most requests that this router had at the node during the check.
+        """
         self.occupancy = occupancy
         self.num_others = max(0, occupancy.num_requests - in_flight) if occupancy is not None else 0
 

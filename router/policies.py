@@ -55,8 +55,9 @@ class Policy(ABC):
 class LeastLoaded(Policy):
     """Chooses the node with the fewest requests. Equal nodes are taken round-robin.
 
-    If others use the nodes too, it compares two: those that this router has used least lately. What others have sent is known
-    from the last check only, and if each router took the best of all nodes, all of them would take the same one until the next.
+    If other routers use the nodes too, it compares only the two nodes that this router has used least recently. The requests
+    of other routers are known from the last check only: if each router took the best of all nodes, all of them would take
+    the same node until the next check.
     """
 
     def choose(self, candidates: Sequence[C], body: Mapping[str, Any]) -> C:

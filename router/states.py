@@ -36,7 +36,7 @@ USABLE = (NodeState.READY, NodeState.UNKNOWN, NodeState.OVERLOADED, NodeState.EJ
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a node has to do by its own account, for this router and for everyone else.
+    """The load that a node reports, of all its clients together.
 
     Attributes:
         num_running: Requests that it computes, or loads a cache for.

@@ -38,7 +38,7 @@ class Pool:
     # -- the allocator -------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take those that have been free for longest, the highest first: a request that starts over gets other blocks."""
+        """Take the blocks that have been free for longest, so that a request that starts over gets other ones."""
         at = len(self.free_blocks) - num_blocks
         taken, self.free_blocks = self.free_blocks[at:][::-1], self.free_blocks[:at]
         return taken
