@@ -21,7 +21,7 @@ from kvferry.cli.path_table import PATHS, path_of
 from kvferry.cli.paths import Child, Job, ProcessEndedError, Shape, Source, do
 from kvferry.cli.remote import Listener
 from kvferry.transports.registry import BUILT_IN
-from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
 
 QUICK = ["--seconds", "0.02"]
 
@@ -234,7 +234,8 @@ class _DriverWithMemory(CudaDriverStandIn):
 
 def test_a_pool_on_a_gpu_is_read_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with _DriverWithMemory() as driver:
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, driver)
         source = Source(path_of("shm-gpu"), 1 << 20)
         is_over = threading.Event()
         thread = threading.Thread(target=source.serve_until, args=(is_over.is_set,))
