@@ -276,6 +276,8 @@ class UpstreamNode:
             in_flight: The most requests that this router had at the node during the check.
         """
         self.occupancy = occupancy
+        # Of a node that does both, this also counts what the router sent it in the other role. No policy chooses between such
+        # nodes: their placement does.
         self.num_others = max(0, occupancy.num_requests - in_flight) if occupancy is not None else 0
 
     def note_answered(self) -> None:
@@ -393,7 +395,9 @@ class UpstreamNode:
             self._check_is_wanted.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                before = self.in_flight
+                before = (
+                    self.in_flight
+                )  # a request that comes or ends during the check must not look like another router's
                 health = await self._prober.probe(session, timeout_s)
                 if health.state is NodeState.READY:
                     health = await self._prober.completed(session, timeout_s, health)

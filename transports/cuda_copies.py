@@ -74,6 +74,9 @@ class RegionCopies:
         self._gpu = gpu
         self._driver = gpu.driver
         self._module: Any = None
+        self._kernel: Any = (
+            None  # without it, also if the module was loaded, every region goes to the copy engines
+        )
         try:
             with gpu.current():
                 self._module = self._driver.call("cuModuleLoadData", _compiled(gpu.architecture()))
@@ -88,9 +91,10 @@ class RegionCopies:
             TransportError: it failed. Some copies may have been launched.
         """
         is_small = lengths < _SMALL_BYTES
-        if self._module is None or np.count_nonzero(is_small) < 2:
+        if self._kernel is None or np.count_nonzero(is_small) < 2:
             self._copy_each(stream, targets, sources, lengths)
             return
+        # The order of the two does not matter: regions of one read do not overlap, and the caller waits for the stream.
         if not is_small.all():
             self._copy_each(stream, targets[~is_small], sources[~is_small], lengths[~is_small])
         self._copy_small(stream, targets[is_small], sources[is_small], lengths[is_small])
@@ -106,11 +110,12 @@ class RegionCopies:
         for at, column in enumerate(columns):
             rows[:num_regions, at] = column
         count = np.empty(1, dtype=np.int32)
+        # The parameters are addresses of addresses, so `rows` and `count` must live until the launch has returned.
         for first in range(0, num_regions, _MAX_REGIONS):
             count[0] = min(num_regions - first, _MAX_REGIONS)
             parameters = np.array([rows[first:].ctypes.data, count.ctypes.data], dtype=np.uint64)
             grid, block = (min(int(count[0]), _NUM_BLOCKS), 1, 1), (_NUM_THREADS, 1, 1)
-            # The driver has copied the parameters when this returns.
+            # The driver has copied the parameters when this returns, so the next round may change them.
             self._driver.call(
                 "cuLaunchKernel", self._kernel, *grid, *block, 0, stream, parameters.ctypes.data, 0
             )

@@ -57,7 +57,7 @@ class CudaMover(Mover):
             self._gpu = Gpu(pool.segments[0].address)
             opened.callback(self._gpu.close)
             copies = RegionCopies(self._gpu)
-            opened.callback(copies.close)
+            opened.callback(copies.close)  # after the lanes' streams have ended, which run the kernel
             self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             opened.callback(os.close, self._signal)
             self.gather_ring, self.scatter_ring = (

@@ -557,6 +557,7 @@ class ModelFreeNode:
         self._lost_blocks.clear()
         self.check_untouched()
         for worker in self.workers:
+            # A copy for each rank, as if it were another process. The bytes are made here; none come from outside.
             worker.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
         try:
             for worker in self.workers:
@@ -754,6 +755,8 @@ class ModelFreeNode:
             self._take_params(request.request_id, params)
             if is_held:
                 self.held[request.request_id] = entry.block_ids
+            # The next step names the request to `handle_preemptions`, and only then frees the blocks: another rank may still
+            # use them. Blocks that are held are freed by the report of their end instead, so that they are freed once.
             self._lost_blocks[request.request_id] = [] if is_held else entry.block_ids
 
     def _require_computed(self, entry: _Entry) -> None:

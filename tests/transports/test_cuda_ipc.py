@@ -212,6 +212,19 @@ def test_a_read_of_many_regions_is_launched_by_few_calls_and_awaited_by_one(
     assert np.array_equal(*pages)
 
 
+@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_without_a_kernel_regions_are_copied_one_by_one(
+    name: str, driver: CudaDriverStandIn, make_node: MakeNode, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make_node(0)
+    producer.fill(1)
+    driver.failures[name] = CUresult.CUDA_ERROR_INVALID_VALUE
+    link = world.link(producer, make_node(0))
+    assert f"small regions are copied one by one, which is slower: {name}" in caplog.text
+    assert world.read(link, SCATTERED, HELD).error is None
+    assert driver.calls["cuLaunchKernel"] == 0
+
+
 def test_large_regions_go_to_the_copy_engines(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,12 +37,13 @@ class CudaDevice:
         self._gpu = Gpu(address)
         self._driver = self._gpu.driver
         self.gpu = self._gpu.uuid
+        self._copies = RegionCopies(self._gpu)
         try:
             self._stream = self._gpu.make_stream()
         except BaseException:
+            self._copies.close()
             self._gpu.close()
             raise
-        self._copies = RegionCopies(self._gpu)
 
     def export(self, address: int) -> tuple[int, bytes]:
         """Let other processes of this host map the allocation that contains `address`.
@@ -113,6 +114,6 @@ class CudaDevice:
 
     def close(self) -> None:
         """Give back the stream and the context. The memory still belongs to its owner."""
-        self._copies.close()
         self._gpu.release("cuStreamDestroy", self._stream)
+        self._copies.close()  # after the stream, which may still run the kernel
         self._gpu.close()
