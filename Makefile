@@ -158,7 +158,7 @@ bench-gpu: ## measure the paths between GPU pools, and write build/bench-gpu.md 
 	$(PYTHON) tests/gpu/report.py --only bench-gpu --output build/bench-gpu.md $(BENCH_ARGS)
 
 .PHONY: soak
-soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1
+soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_GAP_S=1 SOAK_SEED=1 SOAK_SAMPLES=FILE
 	CONNECTORS=$(CONNECTOR) SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) \
 		$(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" -s $(TEST_ARGS)
 

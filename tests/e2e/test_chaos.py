@@ -1,6 +1,8 @@
 """Inject faults from a seed into real nodes under load: no token is wrong, every request ends, nothing leaks.
 
-`make soak` runs it for longer. SOAK_SECONDS is the time during which faults are injected; SOAK_SEED is their seed.
+`make soak` runs it for longer. SOAK_SECONDS is the time during which faults are injected; SOAK_SEED is their seed, and
+SOAK_GAP_S the mean time between two. SOAK_SAMPLES is a file for what all services hold over time, which
+`tests.support.chaos.sampling` plots.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import pytest
 
 from kvferry.reference.demo.launcher import Launcher, Spawn
 from tests.support.chaos.fleet import Fleet
+from tests.support.chaos.sampling import plot, read
 from tests.support.chaos.soak import Soak
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
+GAP_S = float(os.environ.get("SOAK_GAP_S", "1"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 #: Few enough blocks that requests are preempted now and then.
 NODE = (
@@ -54,5 +58,7 @@ def fleet(spawn: Spawn, transport: str, arguments: tuple[str, ...], socket_dir: 
         yield fleet
 
 
-def test_random_faults(fleet: Fleet, single: Client) -> None:
-    print(Soak(fleet, single, SEED, SECONDS).run())
+def test_random_faults(fleet: Fleet, single: Client, tmp_path: Path) -> None:
+    samples = Path(os.environ.get("SOAK_SAMPLES", tmp_path / "samples.jsonl"))
+    print(Soak(fleet, single, SEED, SECONDS, samples, GAP_S).run())
+    assert plot(read(samples)).count("<polyline") >= len(fleet.services)

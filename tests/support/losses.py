@@ -14,8 +14,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ NUM_CLIENTS = 4
 PATIENCE_S = 60.0
 #: Between two attempts to connect to a router.
 RETRY_S = 0.05
-#: Answers per client before the first loss: to learn what an answer costs, and what nodes hold at rest.
+#: Answers per client before the first loss: to learn what nodes hold at rest.
 WARM_UP = 4
 #: Pieces of answers that arrive between two losses, at most: about as many as the clients' present answers have.
 MOST_PIECES = 300
@@ -45,6 +45,8 @@ QUIET_S = 40.0
 Kind = Literal["kill", "freeze"]
 _CONTINUED = re.compile(r"load-(\d+): .*; another node goes on after (\d+) tokens")
 _ASKED_AGAIN = re.compile(r"load-(\d+): (?:decode|prefill): ")
+#: On a machine that stands still for a moment, a router finds all nodes silent. It says so, and its clients ask again.
+_ALL_SILENT = re.compile(r"503: .*can take the request \((?:[^;)]* did not answer within [0-9.]+ s[;)] ?)+\"")
 
 
 # -- questions and answers ---------------------------------------------------------------------------
@@ -254,7 +256,11 @@ class Load:
             told, pause_s = ask(port, question.path, body, f"load-{number}", self._note_piece)
         except (OSError, http.client.HTTPException, ValueError) as error:
             kind = "hung" if isinstance(error, TimeoutError) else "lost"
-            is_refused = isinstance(error, ConnectionRefusedError) or "the router is draining" in str(error)
+            is_refused = (
+                isinstance(error, ConnectionRefusedError)
+                or "the router is draining" in str(error)
+                or bool(_ALL_SILENT.match(str(error)))
+            )
             return Outcome(port, question, f"{kind}: {type(error).__name__}: {error}", is_refused=is_refused)
         is_right = told == question.expected
         return Outcome(port, question, "" if is_right else f"wrong: {told}, not {question.expected}", pause_s)
@@ -266,29 +272,6 @@ class Load:
 
 
 # -- nodes -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Counted:
-    """Prompt tokens that nodes have computed, by their engines' own counters; those of ended processes included."""
-
-    nodes: Sequence[Service]
-    num_of_ended: float = 0.0
-
-    def note_end(self, node: Service) -> None:
-        """Read a node's counters just before its process ends."""
-        self.num_of_ended += computed_tokens(node.process)
-
-    @contextmanager
-    def without(self, node: Service) -> Iterator[None]:
-        """Leave out what a frozen node counts as computed when it gives up the requests that it had."""
-        before = computed_tokens(node.process)
-        yield
-        self.num_of_ended -= computed_tokens(node.process) - before
-
-    @property
-    def total(self) -> float:
-        return self.num_of_ended + sum(computed_tokens(node.process) for node in self.nodes)
 
 
 def computed_tokens(process: LaunchedProcess) -> float:
@@ -379,8 +362,6 @@ class Report:
     Attributes:
         num_known: Number of a stream that went on at another node → how many tokens that node was told.
         repeated: Numbers of the other requests that a second node was asked for.
-        num_again: Prompt tokens that were computed again, per stream or request of these.
-        mean_prompt: Tokens of a prompt of theirs.
         pauses_s: The longest pause of each continued stream.
         usual_pauses_s: The same for the other streams.
     """
@@ -392,16 +373,16 @@ class Report:
     repeated: frozenset[int] = frozenset()
     pauses_s: list[float] = field(default_factory=list)
     usual_pauses_s: list[float] = field(default_factory=list)
-    is_counted: bool = False
-    num_again: float = 0.0
-    mean_prompt: float = 0.0
     problems: list[str] = field(default_factory=list)
 
-    def read(self, outcomes: Mapping[int, Outcome], log: str) -> None:
-        """Take in how requests have ended, and the router's log."""
-        self.num_answers = len(outcomes)
+    def read_log(self, log: str) -> None:
+        """Take in what the router has logged."""
         self.num_known = {int(number): int(known) for number, known in _CONTINUED.findall(log)}
         self.repeated = frozenset(int(number) for number in _ASKED_AGAIN.findall(log)) - self.num_known.keys()
+
+    def read(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Take in how requests have ended, after the log."""
+        self.num_answers = len(outcomes)
         for number, one in outcomes.items():
             if one.problem:
                 self.problems.append(f"{one.problem} (load-{number})")
@@ -420,8 +401,6 @@ class Report:
             ", ".join(f"{word} {sum(one.startswith(word) for one in self.problems)}" for word in words),
             f"longest pause of a stream that went on: {_spread(self.pauses_s)}; of the others: {_spread(self.usual_pauses_s)}",
         ]
-        if self.is_counted:
-            found.append(f"prompt tokens computed again: {self.num_again:.1f} of {self.mean_prompt:.0f}")
         return "\n  ".join(found)
 
 
@@ -435,50 +414,42 @@ def lose_nodes(
     questions: Sequence[Question],
     kind: Kind,
     num_losses: int,
+    is_enough: Callable[[Report], object],
     *,
-    counts_lost: bool = True,
-    counts_known: bool = False,
     most_pieces: int = MOST_PIECES,
     before_end: Callable[[Service], None] = lambda node: None,
 ) -> Report:
     """Lose nodes under load: each time a drawn number of pieces has arrived, one of those that have a request.
 
     Args:
-        counts_lost: The counters have the first computation of a prompt whose answer was lost.
-        counts_known: To the node that goes on, the tokens that the client has are a part of the prompt.
+        is_enough: Whether the losses have done what the test is about. Which requests a node has when it is lost is left to
+            chance; so more nodes are lost until they have, at most four times as many.
         before_end: Called just before a node is killed.
 
     Returns:
         What happened. It has a problem for each answer that is not as it should be, and for what is left on a node.
     """
     drawn, report = random.Random(SEED), Report(kind)
-    counted = Counted(fleet.nodes)
-    begun = counted.total  # servers may have answered earlier tests
-    warm_up = _loaded(fleet, questions, lambda load: load.await_answers(WARM_UP * NUM_CLIENTS))
+    _loaded(fleet, questions, lambda load: load.await_answers(WARM_UP * NUM_CLIENTS))
     wait_until(lambda: not any(held_by(node.process) for node in fleet.nodes), QUIET_S)
-    usual = (counted.total - begun - _prompts(warm_up.values())) / len(warm_up)
-    offset, started = counted.total, len(fleet.log.read_text())
+    started = len(fleet.log.read_text())
     everything = (*fleet.nodes, fleet.router)
     before = {service.name: service.holdings() for service in everything}
 
     def lose(load: Load) -> None:
-        for _ in range(num_losses):
+        while report.num_losses < num_losses or (
+            report.num_losses < 4 * num_losses and not is_enough(report)
+        ):
             load.await_pieces(drawn.randrange(1, most_pieces))
-            _lose_one(fleet, drawn.choice(fleet.await_busy()), counted, kind, before_end)
+            _lose_one(fleet, drawn.choice(fleet.await_busy()), kind, before_end)
             report.num_losses += 1
+            report.read_log(fleet.log.read_text()[started:])
         load.await_answers(NUM_CLIENTS)
 
     outcomes = _loaded(fleet, questions, lose)
-    report.read(outcomes, fleet.log.read_text()[started:])
+    report.read_log(fleet.log.read_text()[started:])
+    report.read(outcomes)
     report.problems += leaks(everything, before)
-    lost = {number for number, one in outcomes.items() if number in report.num_known.keys() | report.repeated}
-    once = [one for number, one in outcomes.items() if counts_lost or number not in lost]
-    report.is_counted = fleet.role == "decode"
-    again = counted.total - offset - _prompts(once) - usual * len(outcomes)
-    again -= sum(report.num_known.values()) if counts_known else 0
-    report.num_again, report.mean_prompt = (
-        each / max(1, len(lost)) for each in (again, _prompts(outcomes[number] for number in lost))
-    )
     return report
 
 
@@ -493,27 +464,19 @@ def _loaded(
     return load.outcomes
 
 
-def _prompts(outcomes: Iterable[Outcome]) -> int:
-    return sum(one.question.num_prompt_tokens for one in outcomes)
-
-
-def _lose_one(
-    fleet: Fleet, node: Service, counted: Counted, kind: Kind, before_end: Callable[[Service], None]
-) -> None:
+def _lose_one(fleet: Fleet, node: Service, kind: Kind, before_end: Callable[[Service], None]) -> None:
     if kind == "kill":
-        counted.note_end(node)
         before_end(node)
         node.kill()
         node.start()
         node.wait_ready(START_S)
     else:
-        with counted.without(node):
-            node.pause()
-            try:
-                wait_until(lambda: not fleet.is_ready([node]))
-            finally:
-                node.go_on()
-            wait_until(lambda: fleet.is_ready([node]))
+        node.pause()
+        try:
+            wait_until(lambda: not fleet.is_ready([node]))
+        finally:
+            node.go_on()
+        wait_until(lambda: fleet.is_ready([node]))
     fleet.await_ready()
 
 

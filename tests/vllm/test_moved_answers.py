@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ def start_fleet(tmp_path):
 def test_answers_outlive_their_decode_server(servers, questions, start_fleet, kind, num_losses):
     options = IMPATIENT if kind == "freeze" else ()
     fleet = start_fleet(servers, servers[1:], ("--prefill", "--decode", "--decode"), *options)
-    report = lose_nodes(fleet, questions, kind, num_losses, counts_known=True)
+    report = lose_nodes(fleet, questions, kind, num_losses, attrgetter("num_known"))
     print(f"\nseed {SEED}: {report}")
     assert not report.problems, "\n".join(report.problems)
     assert report.num_known, "no stream went on at another server"
@@ -135,13 +136,10 @@ def test_answers_outlive_their_decode_server(servers, questions, start_fleet, ki
 
 
 def test_without_a_prefill_server_the_prompt_is_computed_again(servers, questions, start_fleet):
-    """The control: the same losses, but no cache is handed over.
-
-    How many tokens that costs is counted with reference nodes: here a loss comes with too many answers to tell its share.
-    """
+    """The control: the same losses, but no cache is handed over. Reference nodes count how many tokens that costs."""
     before = [Server(server.process).metric(LOADS) for server in servers[:1]]
     fleet = start_fleet(servers, servers[1:], ["--node"] * 3, "--placement", "never")
-    report = lose_nodes(fleet, questions, "kill", NUM_KILLS, counts_known=True)
+    report = lose_nodes(fleet, questions, "kill", NUM_KILLS, attrgetter("num_known"))
     print(f"\nseed {SEED}: {report}")
     assert not report.problems, "\n".join(report.problems)
     assert report.num_known, "no stream went on at another server"

@@ -20,8 +20,6 @@ _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     "pause": (0.1, 8.0),
     "cut": (0.2, 4.0),
 }
-#: Mean time between two faults.
-_GAP_S = 1.0
 #: Time without a fault after each fault of a target.
 _REST_S = 0.5
 
@@ -49,14 +47,17 @@ class Fault:
         return f"{self.at_s:7.2f} s  {self.kind} {self.target} for {self.lasts_s:.2f} s"
 
 
-def schedule(seed: int, seconds: float, kinds: Mapping[str, Sequence[Kind]]) -> tuple[Fault, ...]:
+def schedule(
+    seed: int, seconds: float, kinds: Mapping[str, Sequence[Kind]], gap_s: float = 1.0
+) -> tuple[Fault, ...]:
     """Draw the faults of a run, sorted by start. Two faults of one target never overlap.
 
     Args:
         seconds: No fault begins later.
         kinds: The kinds of faults for each target.
+        gap_s: Mean time between two faults.
     """
-    return tuple(_faults(random.Random(seed), seconds, kinds))
+    return tuple(_faults(random.Random(seed), seconds, kinds, gap_s))
 
 
 def timeline(faults: Sequence[Fault], begin: Act, end: Act) -> list[tuple[float, Act, Fault]]:
@@ -67,9 +68,11 @@ def timeline(faults: Sequence[Fault], begin: Act, end: Act) -> list[tuple[float,
     return sorted(steps, key=lambda step: step[0])
 
 
-def _faults(dice: random.Random, seconds: float, kinds: Mapping[str, Sequence[Kind]]) -> Iterator[Fault]:
+def _faults(
+    dice: random.Random, seconds: float, kinds: Mapping[str, Sequence[Kind]], gap_s: float
+) -> Iterator[Fault]:
     free_at = dict.fromkeys(kinds, 0.0)
-    at_s = dice.expovariate(1 / _GAP_S)
+    at_s = dice.expovariate(1 / gap_s)
     while at_s < seconds:
         free = [target for target in kinds if free_at[target] <= at_s]
         if free:
@@ -78,7 +81,7 @@ def _faults(dice: random.Random, seconds: float, kinds: Mapping[str, Sequence[Ki
             fault = Fault(at_s, kind, target, _drawn(dice, *_LASTS_S[kind]))
             free_at[target] = fault.ends_s + _REST_S
             yield fault
-        at_s += dice.expovariate(1 / _GAP_S)
+        at_s += dice.expovariate(1 / gap_s)
 
 
 def _drawn(dice: random.Random, low: float, high: float) -> float:

@@ -160,7 +160,7 @@ class Service:
 
     def holdings(self) -> Holdings:
         """Count the resources of the process and of those that it has started."""
-        roots = [Path(f"/proc/{pid}") for pid in _family_of(self.process.pid)]
+        roots = [Path(f"/proc/{pid}") for pid in family_of(self.process.pid)]
         mapped = [line for root in roots for line in (root / "maps").read_text().splitlines()]
         return Holdings(
             num_threads=sum(1 for root in roots for _ in (root / "task").iterdir()),
@@ -177,5 +177,6 @@ class Service:
         self._life.close()
 
 
-def _family_of(pid: int) -> list[int]:
-    return [pid, *(each for child in children_of(pid) for each in _family_of(child))]
+def family_of(pid: int) -> list[int]:
+    """Return the ids of a process and of its descendants."""
+    return [pid, *(each for child in children_of(pid) for each in family_of(child))]

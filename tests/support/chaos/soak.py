@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
+from pathlib import Path
 
 from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, assert_answers_like, wait_until
 
 from .fleet import Fleet
+from .sampling import Sampler
 from .schedule import Fault, schedule, timeline
 from .services import Holdings, Service
 from .traffic import Ask, Outcome, Traffic, draw_asks
@@ -22,6 +24,8 @@ NUM_CLIENTS = 5
 MAX_PROMPT_TOKENS = 1200
 #: Seconds after the last fault until the fleet must work normally again.
 QUIET_S = 40.0
+#: Samples of what each service holds during a run.
+NUM_SAMPLES = 400
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,18 @@ class Soak:
     Args:
         fleet: A fleet that has been started.
         single: A separate node with the same model, whose answers are the expected ones.
+        samples: A file for what the services hold during the run.
+        gap_s: Mean time between two faults.
     """
 
-    def __init__(self, fleet: Fleet, single: Client, seed: int, seconds: float) -> None:
+    def __init__(
+        self, fleet: Fleet, single: Client, seed: int, seconds: float, samples: Path, gap_s: float = 1.0
+    ) -> None:
         self._fleet = fleet
         self._single = single
         self._seed = seed
-        self._faults = schedule(seed, seconds, fleet.kinds)
+        self._faults = schedule(seed, seconds, fleet.kinds, gap_s)
+        self._sampler = Sampler(list(fleet.services.values()), samples, max(1.0, seconds / NUM_SAMPLES))
         self._injected: list[Fault] = []
         self._began = time.monotonic()
 
@@ -77,7 +86,8 @@ class Soak:
             Exception: A check failed. Notes contain the seed, the faults, and the logs.
         """
         try:
-            return self._run()
+            with self._sampler:
+                return self._run()
         except BaseException as error:
             error.add_note(f"seed {self._seed}; the faults:\n" + "\n".join(map(str, self._injected)))
             error.add_note("\n".join(service.logs for service in self._fleet.services.values()))
