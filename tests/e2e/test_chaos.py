@@ -16,7 +16,7 @@ import pytest
 from kvferry.reference.demo.launcher import Launcher, Spawn
 from tests.support.chaos.fleet import Fleet
 from tests.support.chaos.sampling import plot, read
-from tests.support.chaos.soak import Soak
+from tests.support.chaos.soak import Soak, reference_engine
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
 
@@ -31,7 +31,7 @@ NODE = (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(SECONDS + 240),
+    pytest.mark.timeout(1.1 * SECONDS + 240),
     pytest.mark.skipif("CONNECTORS" not in os.environ, reason="a part of `make test-transports`"),
 ]
 
@@ -60,5 +60,5 @@ def fleet(spawn: Spawn, transport: str, arguments: tuple[str, ...], socket_dir: 
 
 def test_random_faults(fleet: Fleet, single: Client, tmp_path: Path) -> None:
     samples = Path(os.environ.get("SOAK_SAMPLES", tmp_path / "samples.jsonl"))
-    print(Soak(fleet, single, SEED, SECONDS, samples, GAP_S).run())
+    print(Soak(fleet, reference_engine(single), SEED, SECONDS, samples, GAP_S).run())
     assert plot(read(samples)).count("<polyline") >= len(fleet.services)

@@ -9,13 +9,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.reference.demo.launcher import LaunchedProcess
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, run_program
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
-from kvferry.reference.demo.vllm_server import ask_vllm_alone
+from kvferry.reference.demo.vllm_server import ask_vllm_alone, start_vllm
+from tests.support.chaos.services import Service
 
 ANSWER_S = 120.0
 USAGE = "vllm:kv_cache_usage_perc"
@@ -127,6 +129,24 @@ class Server:
 
     def assert_no_block_is_in_use(self) -> None:
         self.wait_for(USAGE, lambda usage: usage == 0.0)
+
+
+class VllmService(Service):
+    """A `vllm serve` that is started again at its port.
+
+    Args:
+        arguments: Of `vllm serve`.
+        transfer: Its KV transfer configuration. None: no connector.
+    """
+
+    def __init__(
+        self, name: str, model: Path, arguments: Sequence[str], transfer: Mapping[str, Any] | None, port: int
+    ) -> None:
+        super().__init__(name, run_program, "", arguments, port, Path())
+        self._model, self._arguments, self._transfer = str(model), arguments, transfer
+
+    def _launch(self, launcher: Launcher, name: str) -> LaunchedProcess:
+        return start_vllm(launcher, name, self._model, self._arguments, self._transfer, port=self.port)
 
 
 def logprobs_of(choice: Mapping[str, Any]) -> list[float]:

@@ -10,15 +10,14 @@ import itertools
 import os
 from contextlib import ExitStack
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 
 from kvferry.reference.demo.launcher import run_program
-from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.reference.demo.vllm_server import KVFERRY
 from tests.support.chaos.services import Service, reserved_port
 from tests.support.losses import NUM_LOSSES, SEED, START_S, Fleet, learn, lose_nodes
-from tests.support.vllm_servers import Server
+from tests.support.vllm_servers import Server, VllmService
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 60 * NUM_LOSSES)]
 
@@ -44,18 +43,6 @@ BODIES = (
 LOADS = "kvferry_load_seconds_count"
 
 
-class VllmService(Service):
-    """A `vllm serve` that is started again at its port."""
-
-    def __init__(self, name, model, transport, port):
-        super().__init__(name, run_program, "", (), port, Path())
-        self._model = str(model)
-        self._transfer = {**KVFERRY, "kv_connector_extra_config": {"transport": transport}}
-
-    def _launch(self, launcher, name):
-        return start_vllm(launcher, name, self._model, ARGUMENTS, self._transfer, port=self.port)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     """In place of the check of each test: the servers are the module's, and a test starts those anew that it has killed."""
@@ -66,10 +53,11 @@ def servers(model, request):
     """A prefill server and two decode servers."""
     with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
         environment.setenv("OMP_NUM_THREADS", "1")
+        transfer = {**KVFERRY, "kv_connector_extra_config": {"transport": request.param}}
         found = []
         for name in ("prefill", "decode 1", "decode 2"):
             port = stack.enter_context(reserved_port())
-            found.append(VllmService(name, model, request.param, port))
+            found.append(VllmService(name, model, ARGUMENTS, transfer, port))
             found[-1].start()
             stack.callback(found[-1].close)
         for server in found:

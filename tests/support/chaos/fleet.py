@@ -65,6 +65,11 @@ class Fleet:
         return {service.name: service for service in (*self.nodes, *self.routers)}
 
     @property
+    def ours(self) -> list[Service]:
+        """Services whose logs are kvferry's alone, in which an injected fault causes no error."""
+        return list(self.services.values())
+
+    @property
     def kinds(self) -> Mapping[str, Sequence[Kind]]:
         """The kinds of faults for each target."""
         of_node: tuple[Kind, ...] = ("kill", "terminate", "pause", "pause", "pause")
@@ -138,7 +143,7 @@ class Fleet:
         address = _option_words(self._address(folder))
         # A drain waits for paused peers. Keep it short, because the run waits for the node.
         words = ("--role", role, "--drain-timeout-s", "5", *arguments, *address)
-        return Service(name, self._spawn, "serve.py", words, self._port(), folder)
+        return Service(name, self._spawn, "serve", words, self._port(), folder)
 
     def _router(self, name: str, arguments: Sequence[str]) -> Service:
         nodes = [("--prefill", node) for node in self.prefills] + [
@@ -146,7 +151,7 @@ class Fleet:
         ]
         urls = [word for option, node in nodes for word in (option, f"http://127.0.0.1:{node.port}")]
         words = (*urls, "--check-interval-s", "0.25", "--drain-timeout-s", "3", *arguments)
-        return Service(name, self._spawn, "router.py", words, self._port(), self._folder / name)
+        return Service(name, self._spawn, "router", words, self._port(), self._folder / name)
 
     def _address(self, folder: Path) -> list[str]:
         """Return the option for the fixed address of a node's transport. Empty if the transport chooses one."""

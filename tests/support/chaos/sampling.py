@@ -32,7 +32,7 @@ MEASURES = {
     "offers": "live offers",
 }
 _BLOCKS, _FREE_BLOCKS = "kvferry_engine_blocks", "kvferry_engine_free_blocks"
-_VLLM_USAGE, _OFFERS = "vllm:kv_cache_usage_perc", "kvferry_live_leases"
+_VLLM_USAGE, _OFFERS, _LOADS = "vllm:kv_cache_usage_perc", "kvferry_live_leases", "kvferry_load_seconds_count"
 _WIDTH, _HEIGHT, _LEFT, _GAP = 760, 110, 50, 34
 _COLOURS = ("#1f6feb", "#8250df", "#1a7f37", "#bf8700", "#cf222e", "#57606a")
 
@@ -47,6 +47,7 @@ class Sample:
         memory_mib: Proportional set size of the process and its children: shared pages count by shares.
         blocks: Used blocks of its pool; as a share of the pool if the engine is vLLM. None: it does not say.
         offers: Offers that are not delivered. None: it does not say.
+        loads: Loads that the process has ended so far. None: it does not say.
     """
 
     at_s: float
@@ -57,6 +58,7 @@ class Sample:
     threads: int
     blocks: float | None
     offers: float | None
+    loads: float | None = None
 
 
 class Sampler:
@@ -108,6 +110,7 @@ class Sampler:
             threads=sum(1 for root in roots for _ in (root / "task").iterdir()),
             blocks=blocks,
             offers=values.get(_OFFERS),
+            loads=values.get(_LOADS),
         )
 
 
@@ -133,6 +136,12 @@ def _metrics_of(url: str) -> dict[str, float]:
 
 def read(file: Path) -> list[Sample]:
     return [Sample(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def num_loads(samples: Sequence[Sample]) -> int:
+    """Return how many loads the services have ended. Those between the last sample of a process and its end are missing."""
+    last = {sample.process: sample.loads or 0 for sample in samples}
+    return int(sum(last.values()))
 
 
 def plot(samples: Sequence[Sample]) -> str:

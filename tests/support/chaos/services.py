@@ -127,7 +127,8 @@ class Service:
             LaunchError: It did not end, or ended with another status than 0.
         """
         status = self.process.wait(END_TIMEOUT_S)
-        if status not in (0, -signal.SIGTERM):  # killed by the signal if it had not installed its handler yet
+        # Killed by the signal if it had not installed its handler yet, of which vLLM's own parent process says 143.
+        if status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             raise LaunchError(f"{self.process.name} ended with {status}; its log:\n{self.process.log_tail}")
         self._note_end()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
 from pathlib import Path
 
+from kvferry.reference.demo.near_tie import AskAlone
 from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, assert_answers_like, wait_until
+from tests.support.losses import held_by
 
 from .fleet import Fleet
 from .sampling import Sampler
@@ -58,21 +60,49 @@ def _counted(what: str, names: Iterable[str]) -> list[str]:
     return [f"{count:6} {what}: {name}" for name, count in counts.most_common()]
 
 
+@dataclass(frozen=True)
+class Engine:
+    """What a soak does in another way with each engine.
+
+    Attributes:
+        single: A separate node with the fleet's model, whose answers are the expected ones.
+        ask_alone: Asks it without blocks that it has cached.
+        hands_over: Whether a decode node loads a prompt from a prefill node now. Raises AssertionError for a wrong answer.
+    """
+
+    single: Client
+    ask_alone: AskAlone
+    hands_over: Callable[[Service, Service, list[int]], bool]
+
+
+def reference_engine(single: Client) -> Engine:
+    def hands_over(prefill: Service, decode: Service, prompt: list[int]) -> bool:
+        asked = {"max_tokens": 1, "kv_transfer_params": DO_REMOTE_DECODE}
+        params = Client(prefill.process).complete(prompt, **asked).body["kv_transfer_params"]
+        wanted = {"max_tokens": 4, "ignore_eos": True, "logprobs": 0, "kv_transfer_params": params}
+        reply = Client(decode.process).complete(prompt, **wanted)
+        if reply.status != 200 or reply.transfer.get("error", "nothing was loaded"):
+            return False
+        assert_answers_like(single, prompt, reply.answer, 4, ignore_eos=True)
+        return True
+
+    return Engine(single, ask_alone(single, ignore_eos=True), hands_over)
+
+
 class Soak:
     """Faults and requests for a fleet, drawn from a seed.
 
     Args:
         fleet: A fleet that has been started.
-        single: A separate node with the same model, whose answers are the expected ones.
         samples: A file for what the services hold during the run.
         gap_s: Mean time between two faults.
     """
 
     def __init__(
-        self, fleet: Fleet, single: Client, seed: int, seconds: float, samples: Path, gap_s: float = 1.0
+        self, fleet: Fleet, engine: Engine, seed: int, seconds: float, samples: Path, gap_s: float = 1.0
     ) -> None:
         self._fleet = fleet
-        self._single = single
+        self._engine = engine
         self._seed = seed
         self._faults = schedule(seed, seconds, fleet.kinds, gap_s)
         self._sampler = Sampler(list(fleet.services.values()), samples, max(1.0, seconds / NUM_SAMPLES))
@@ -97,14 +127,13 @@ class Soak:
         self._hand_over_in_every_pair("before")
         before = {node.name: node.holdings() for node in self._fleet.nodes}
         report = self._inject_faults()
-        logs = [service.logs for service in self._fleet.services.values()]
-        ask = ask_alone(self._single, ignore_eos=True)
-        if found := violations(report.faults, report.outcomes, ask) + logged_errors(logs):
+        logs = [service.logs for service in self._fleet.ours]
+        if found := violations(report.faults, report.outcomes, self._engine.ask_alone) + logged_errors(logs):
             raise AssertionError("\n".join(found))
         self._fleet.wait_ready()
         self._hand_over_in_every_pair("after")
         for node in self._fleet.nodes:
-            wait_until(Client(node.process).is_whole, QUIET_S)
+            wait_until(partial(_is_at_rest, node), QUIET_S)
             _require_no_more(node, before[node.name])
         return report
 
@@ -135,7 +164,8 @@ class Soak:
         return time.monotonic() - self._began
 
     def _expect(self, ask: Ask) -> list[int]:
-        return self._single.complete(ask.prompt, max_tokens=ask.max_tokens, ignore_eos=True).token_ids
+        single = self._engine.single
+        return single.complete(ask.prompt, max_tokens=ask.max_tokens, ignore_eos=True).token_ids
 
     # -- before and after ------------------------------------------------------------------------------
 
@@ -150,20 +180,16 @@ class Soak:
             wait_until(partial(self._hands_over, prefill, decode, _prompts(pair)), QUIET_S)
 
     def _hands_over(self, prefill: Service, decode: Service, prompts: Iterator[list[int]]) -> bool:
-        prompt = next(prompts)
-        asked = {"max_tokens": 1, "kv_transfer_params": DO_REMOTE_DECODE}
-        params = Client(prefill.process).complete(prompt, **asked).body["kv_transfer_params"]
-        wanted = {"max_tokens": 4, "ignore_eos": True, "logprobs": 0, "kv_transfer_params": params}
-        reply = Client(decode.process).complete(prompt, **wanted)
-        if reply.status != 200 or reply.transfer.get("error", "nothing was loaded"):
-            return False
-        assert_answers_like(self._single, prompt, reply.answer, 4, ignore_eos=True)
-        return True
+        return self._engine.hands_over(prefill, decode, next(prompts))
 
 
 def _prompts(text: str) -> Iterator[list[int]]:
     """Generate prompts of several blocks that are in no cache."""
     return (list(f"{number} {text} {'.' * 200}".encode()) for number in count())
+
+
+def _is_at_rest(node: Service) -> bool:
+    return not held_by(node.process)
 
 
 def _require_no_more(node: Service, before: Holdings) -> None:
