@@ -178,7 +178,6 @@ class Performance:
             self._end("decode")
             self._end_mover()
             self._progress.ended()
-            await asyncio.gather(*self._closing, return_exceptions=True)
             if exchange.is_complete or self._whole is not None:
                 self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
             if self._timeline.first_token_s is not None:
@@ -187,6 +186,8 @@ class Performance:
                 for part in self._timeline.first_token_parts():
                     also = ", ".join(part.includes)
                     current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
+            # Last, because a client that has the last byte may leave, which cancels what still waits here.
+            await asyncio.gather(*self._closing, return_exceptions=True)
         if self._refusal is not None:
             raise self._refusal
         response = self._stream if self._whole is None else self._whole

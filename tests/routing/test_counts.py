@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, make_mocked_request
 
-from kvferry.connector.spans import SpanRecord
+from kvferry.connector.spans import PART, RecentSpans, SpanRecord
 from kvferry.web.errors import note_answered
 from kvferry.web.tracing import observed
 from tests.support.fake_nodes import routed
@@ -128,9 +128,11 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("way", ["one after the other", "rendezvous", "several prompts"])
 async def test_a_stream_whose_client_leaves_at_its_last_event_has_been_answered(
-    way: str, caplog: pytest.LogCaptureFixture
+    way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry")
+    kept: list[SpanRecord] = []
+    monkeypatch.setattr(RecentSpans, "keep", lambda self, span, request_id="": kept.append(span))
     # In a rendezvous the decode node may have answered before the prefill node's own answer has ended.
     prefill = Node(wait_at=2 if way == "rendezvous" else 0)
     decode = Node(holds=way == "one after the other")
@@ -154,6 +156,10 @@ async def test_a_stream_whose_client_leaves_at_its_last_event_has_been_answered(
     assert found == {"200": num_before + num, "durations": num_before + num}
     assert logged(caplog) == ["answered /v1/completions with 200"] * (num_before + num)
     assert {(record["status"], record["error"]) for record in records} == {(200, "")}
+    if way != "several prompts":  # each of which has its own
+        streamed = [span for span in kept if span.name == "router"][-num:]
+        assert all("ttft_s" in span.attributes for span in streamed)
+        assert all(any(event["name"] == PART for event in span.events) for span in streamed)
 
 
 @pytest.mark.parametrize("stream", [False, True])
