@@ -12,9 +12,8 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from .errors import CommandError, UsageError
 
@@ -26,7 +25,11 @@ MAX_BYTES: Final = 16 << 20
 #: As are those that a JSON of ours nests.
 _MAX_LEVELS: Final = 16
 
-Get = Callable[[str, float], str]
+
+class Get(Protocol):
+    """Fetches the text at a URL within a time, in seconds. With a body, which is JSON, it is a POST."""
+
+    def __call__(self, url: str, timeout_s: float, body: bytes = b"") -> str: ...
 
 
 def add_access(parser: argparse.ArgumentParser, *, has_admin: bool = False) -> None:
@@ -81,11 +84,11 @@ def getter(arguments: argparse.Namespace, *, is_admin: bool = False) -> Get:
     context = _context(arguments.ca_certs) if arguments.ca_certs else None
     written = {host for url in arguments.urls if (host := _host_of(url))}
 
-    def get(url: str, timeout_s: float) -> str:
+    def get(url: str, timeout_s: float, body: bytes = b"") -> str:
         if not key or url.startswith("https://") or (_host_of(url) or "") in written:
-            return fetch(url, timeout_s, key, context)
+            return fetch(url, timeout_s, body, key, context)
         try:
-            return fetch(url, timeout_s, "", context)
+            return fetch(url, timeout_s, body, "", context)
         except CommandError as error:
             raise CommandError(
                 f"{error}; it was asked without the key, because a router named it and it has no TLS: give its URL as well"
@@ -120,15 +123,17 @@ def _context(path: str) -> ssl.SSLContext:
         raise UsageError(f"--ca-certs={path!r} cannot be used: {error.strerror or error}") from error
 
 
-def fetch(url: str, timeout_s: float, key: str = "", context: ssl.SSLContext | None = None) -> str:
-    """Return the text at a URL. Redirects are not followed, and no proxy is used.
+def fetch(
+    url: str, timeout_s: float, body: bytes = b"", key: str = "", context: ssl.SSLContext | None = None
+) -> str:
+    """Return the text at a URL. Redirects are not followed, and no proxy is used. With a body, which is JSON, it is a POST.
 
     Raises:
         CommandError: there is none within the time, or it is too long. The message names neither the URL nor the key.
     """
     until = time.monotonic() + timeout_s
     try:
-        status, reason, data = _answer(urllib.parse.urlsplit(url), until, key, context)
+        status, reason, data = _answer(urllib.parse.urlsplit(url), until, body, key, context)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if time.monotonic() >= until:
             raise CommandError(f"timed out after {timeout_s:g} s waiting for the whole answer") from error
@@ -144,9 +149,9 @@ def fetch(url: str, timeout_s: float, key: str = "", context: ssl.SSLContext | N
 
 
 def _answer(
-    url: urllib.parse.SplitResult, until: float, key: str, context: ssl.SSLContext | None
+    url: urllib.parse.SplitResult, until: float, body: bytes, key: str, context: ssl.SSLContext | None
 ) -> tuple[int, str, bytes]:
-    """Return status, reason and body of the answer to a GET.
+    """Return status, reason and body of the answer.
 
     Raises:
         OSError, ValueError, HTTPException: there is none, or not until then.
@@ -171,7 +176,10 @@ def _answer(
         connection = http.client.HTTPConnection(host, port)
         connection.sock = sock
         path = urllib.parse.urlunsplit(("", "", url.path or "/", url.query, ""))
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if body:
+            headers["Content-Type"] = "application/json"
+        connection.request("POST" if body else "GET", path, body or None, headers)
         response = opened.enter_context(connection.getresponse())
         return response.status, response.reason, response.read(MAX_BYTES + 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import urllib.parse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ _DESCRIPTION: Final = """\
 Tell what the router and each node did for one request and when: its calls, offers, claims, reads and guards, what moved its KV
 cache, how much of that time nothing hid, and why something failed. REQUEST is the answer's id, or the X-Request-Id of the
 request. Reference nodes and routers keep the spans of their latest requests, and tell them at their admin port (--admin-port
-there). The URL of a router stands for it and all of its nodes.
+there). Servers of vLLM tell them in the answer to a request of one token. The URL of a router stands for it and all of its nodes.
 """
 
 _TIMEOUT_S: Final = 5.0
@@ -37,6 +38,8 @@ _PARTS: Final = {
     "exposed": "cache, what the prompt did not hide of it",
     "decode": "first step",
 }
+#: The spans of a vLLM node that its router cannot see, and which of these parts they are.
+_KINDS: Final = {"queue": "queue", "load_wait": "exposed"}
 #: Attributes that are the same in all rows, and the columns of events.
 _NOT_SHOWN: Final = ("at", "name", "request_id", "client_request_id", "phase", "http.request.method")
 
@@ -108,19 +111,52 @@ def _nodes_of_router(url: str, get: Get) -> list[str]:
 def _ask_server(request: str, url: str, get: Get, get_admin: Get) -> Told:
     hint = ""
     try:
-        admin_url, hint = _admin_url(url, get)
-        page = get_admin(f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S)
+        if _is_vllm(url, get):
+            answer = _ask_vllm(request, url, get)
+        else:
+            admin_url, hint = _admin_url(url, get)
+            page = f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}"
+            answer = json_of(get_admin(page, _TIMEOUT_S))
         # Not above, because it brings NumPy, which most commands do not need.
         from kvferry.connector.spans import ServerSpans
         from kvferry.transports.checked import Refused, record
 
         try:
-            answer = record(ServerSpans).read_known(json_of(page))
+            return Told(url, **vars(record(ServerSpans).read_known(answer)))
         except Refused as error:
             raise CommandError(f"it answers what no server of kvferry answers: {error}") from error
-        return Told(url, **vars(answer))
     except CommandError as error:
         return Told(url, error=_message_in(str(error)) + hint)
+
+
+def _is_vllm(url: str, get: Get) -> bool:
+    """Whether a server is one of vLLM, which lists its own models so, and whose `/health` has no body."""
+    try:
+        if get(f"{url}/health", _TIMEOUT_S).strip():
+            return False
+        models = json_of(get(f"{url}/v1/models", _TIMEOUT_S))["data"]
+        return any(model["owned_by"] == "vllm" for model in models)
+    except (CommandError, KeyError, TypeError):
+        return False
+
+
+def _ask_vllm(request: str, url: str, get: Get) -> Any:
+    """Return what our connector in a server of vLLM knows: a request of one token is the way to ask it.
+
+    Raises:
+        CommandError: The server does not answer, has another connector, or does not know the request.
+    """
+    body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"explain": request}}
+    answer = json_of(get(f"{url}/v1/completions", _TIMEOUT_S, json.dumps(body).encode()))
+    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    told = params.get("spans") if isinstance(params, dict) else None
+    if not isinstance(told, dict):
+        raise CommandError("this server of vLLM has no KvferryConnector, or one that cannot explain requests")
+    if not told.get("spans"):
+        raise CommandError(
+            f"no spans of request {request!r}; the connector keeps those of its latest requests"
+        )
+    return told
 
 
 def _admin_url(url: str, get: Get) -> tuple[str, str]:
@@ -159,7 +195,7 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
     if not spans:
         return lines
     for _, span in spans:
-        lines += _first_token(span)
+        lines += _first_token(span, {server.url: server.spans for server in servers})
     if not any(span.name in ("offer", "claim", "load") for _, span in spans):
         lines.append(
             "  (no claims and reads: start the nodes with --connector-option trace=true to see them)"
@@ -188,30 +224,60 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
     return [*lines, "", *table, "", "times of different hosts are as exact as their clocks agree"]
 
 
-def _first_token(span: SpanRecord) -> list[str]:
-    """What the time until the first token was spent on, by the router's clock; empty for other spans."""
-    known = [(event, event.get("seconds")) for event in span.events if event["name"] == _PART]
-    parts = [
-        (part, float(seconds)) for part, seconds in known if isinstance(seconds, int | float) and seconds > 0
-    ]
-    total_s = sum(seconds for _, seconds in parts)
+@dataclass(frozen=True)
+class _Part:
+    """What a part of the time until the first token was spent on, and where.
+
+    Attributes:
+        at: When it began, in seconds since 1970.
+        also: Other kinds that it contains.
+    """
+
+    kind: str
+    node: str
+    at: float
+    seconds: float
+    also: tuple[str, ...] = ()
+
+    def split(self, spans: Sequence[SpanRecord]) -> list[_Part]:
+        """Return it in the parts that its node's spans tell apart. They have the same sum, also if the hosts' clocks differ."""
+        parts, end = [], self.at + self.seconds
+        found = [(_KINDS[span.name], span) for span in spans if span.name in _KINDS]
+        at = self.at
+        for kind, span in found:
+            seconds = min(span.end, end) - max(span.start, at)
+            if kind in self.also and seconds > 0:
+                parts.append(_Part(kind, self.node, at, seconds))
+                at += seconds
+        return [*parts, _Part(self.kind, self.node, at, end - at, () if found else self.also)]
+
+
+def _first_token(span: SpanRecord, told: Mapping[str, Sequence[SpanRecord]]) -> list[str]:
+    """What the time until the first token was spent on, by the router's clock; empty for other spans.
+
+    Args:
+        told: The spans of each server, by its URL.
+    """
+    parts: list[_Part] = []
+    at = span.start
+    for event in span.events:
+        seconds = event.get("seconds")
+        if event["name"] == _PART and isinstance(seconds, int | float) and seconds > 0:
+            also = tuple(word for word in str(event.get("also", "")).split(", ") if word)
+            part = _Part(str(event.get("kind")), str(event.get("node", "")), at, float(seconds), also)
+            parts += part.split(told.get(part.node, ()))
+            at += part.seconds
+    total_s = at - span.start
     rows: list[Sequence[str]] = []
-    at_s = 0.0
-    for part, seconds in parts:
-        bar = " " * int(_BAR * at_s / total_s) + "=" * max(1, round(_BAR * seconds / total_s))
-        kind = _PARTS.get(str(part.get("kind")), str(part.get("kind")))
-        also = [_PARTS.get(word, word) for word in str(part.get("also", "")).split(", ") if word]
-        what = kind + (f", and {_and(also)}, which its node does not tell apart" if also else "")
-        rows.append(
-            (
-                f"{seconds * 1e3:9.1f} ms",
-                f"{seconds / total_s:5.0%}",
-                bar[:_BAR],
-                what,
-                str(part.get("node", "")),
-            )
-        )
-        at_s += seconds
+    for part in parts:
+        bar = " " * int(_BAR * (part.at - span.start) / total_s)
+        bar += "=" * max(1, round(_BAR * part.seconds / total_s))
+        what = _PARTS.get(part.kind, part.kind)
+        if part.also:
+            kinds = _and([_PARTS.get(word, word) for word in part.also])
+            what += f", and {kinds}, which its node does not tell apart"
+        share = f"{part.seconds / total_s:5.0%}"
+        rows.append((f"{part.seconds * 1e3:9.1f} ms", share, bar[:_BAR], what, part.node))
     if not rows:
         return []
     return ["", f"the first token came after {total_s * 1e3:.1f} ms:", *columns(rows)]
@@ -224,7 +290,7 @@ def _and(words: Sequence[str]) -> str:
 def _summary(span: SpanRecord) -> str:
     """Return in words what the end of an answer or of a load says; empty for other spans."""
     known: defaultdict[str, Any] = defaultdict(int, span.attributes)
-    if span.name == "load" and span.error:
+    if span.name in ("load", "load_wait") and span.error:
         return f"the load failed: {span.error}"
     try:
         if span.name == "load" and known["outcome"] != "dropped":

@@ -8,7 +8,9 @@ imported or called here.
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,6 +20,13 @@ from ..transports.checked import each, mapping, record, refuse, seconds, string
 
 #: Begins the names of spans and attributes at collectors, where other programs have theirs.
 PREFIX: Final = "kvferry."
+
+#: Requests whose spans a server keeps, and spans of each: the latest ones, because the last ones say how it ended.
+MAX_REQUESTS: Final = 512
+MAX_SPANS: Final = 128
+
+#: What the `id` of an answer has before the request's id.
+_ANSWERS: Final = ("cmpl-", "chatcmpl-")
 
 #: Events of a span. Further ones are dropped: a long prompt makes progress very often.
 MAX_EVENTS: Final = 128
@@ -79,6 +88,46 @@ class ServerSpans:
 
 
 Keep = Callable[[SpanRecord], None]
+
+
+class RecentSpans:
+    """A bounded number of ended spans. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: OrderedDict[str, deque[SpanRecord]] = OrderedDict()
+
+    def keep(self, span: SpanRecord, request_id: str = "") -> None:
+        """Add a span.
+
+        Args:
+            request_id: The `X-Request-Id`, if the span knows the request by another one.
+        """
+        if not (request_id := request_id or span.request_id):
+            return  # the request was refused before it was read
+        with self._lock:
+            self._requests.setdefault(request_id, deque(maxlen=MAX_SPANS)).append(span)
+            if len(self._requests) > MAX_REQUESTS:
+                self._requests.popitem(last=False)
+
+    def find(self, wanted: str) -> tuple[SpanRecord, ...]:
+        """Return the spans of a request, in the order of their ends.
+
+        Args:
+            wanted: The `X-Request-Id` that the client or the router sent, the `id` of the answer, or a node's own id, which is
+                the answer's with a suffix.
+        """
+        answered = next((wanted.removeprefix(kind) for kind in _ANSWERS if wanted.startswith(kind)), "")
+        with self._lock:
+            for request_id in (wanted, answered, answered.rpartition("-")[0]):
+                if request_id in self._requests:
+                    return tuple(self._requests[request_id])
+        return ()
+
+    def latest(self) -> list[str]:
+        """Return the ids of all requests, oldest first."""
+        with self._lock:
+            return list(self._requests)
 
 
 def active_tracer() -> Any | None:

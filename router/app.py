@@ -14,13 +14,14 @@ import aiohttp
 from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler
 
+from ..connector.spans import RecentSpans
 from ..web.access import NodeAccess
 from ..web.admin import admin_application
 from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, slot_of
 from ..web.errors import CLIENT_LEFT, answered_status, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
-from ..web.recent_spans import RecentSpans
+from ..web.recent_spans import span_routes
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
@@ -151,7 +152,9 @@ class Router:
             return web.json_response({"status": "draining", "requests": self._num_under_way}, status=202)
 
         nodes = node_routes(self._prefill_pool, self._decode_pool)
-        return admin_application([web.post("/admin/drain", drain), *self._spans.routes("router"), *nodes])
+        return admin_application(
+            [web.post("/admin/drain", drain), *span_routes(self._spans, "router"), *nodes]
+        )
 
     async def wait_until_ready(self) -> None:
         """Return as soon as a prefill node and a decode node are ready."""

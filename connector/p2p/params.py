@@ -13,7 +13,8 @@ the same node, with `"answer_of"` and the request id of the streamed one; its pa
 
 Likewise `"describe": true` asks a node what it is. Its answer's params have its `kv_role`, `load_failure_policy` and
 `protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of which that is the
-digest. Each offer of such a node has the digest as well, unless the request has an adapter. If the prompt for a decode node
+digest. `"explain": ID` asks a node inside vLLM when it did what for the request with this id; its answer's params have `spans`.
+Each offer of such a node has the digest as well, unless the request has an adapter. If the prompt for a decode node
 ends with the first token of the answer, the router sends the digest of the node that chose this token, as
 `"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
 
@@ -84,6 +85,8 @@ REFUSED_TO_CONTINUE = "kvferry refused to continue"
 KV_EVENTS = "kv_events"
 #: A key of the answer of a vLLM node whose load has failed, and which computed the prompt itself: why. Text for people.
 LOAD_ERROR = "load_error"
+#: Key of a request whose spans a vLLM node is to tell, and of these spans in the params of the answer.
+EXPLAIN, SPANS = "explain", "spans"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
 PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
 
@@ -202,6 +205,7 @@ class _Flags:
     offer_answer: Annotated[bool | None, boolean] = None
     answer_of: Annotated[str | None, _name] = None
     describe: bool = False
+    explain: Annotated[str | None, _name] = None
     continues: Annotated[tuple[str, str] | None, _beginning] = None
     move: Annotated[str | None, _rendezvous_name] = None
 
@@ -227,6 +231,7 @@ class TransferWish:
             the request has an offer to load.
         answer_of: The request whose answer's offer is to be named in the params of this one; empty: none.
         describe: Describe the node in the params of the answer.
+        explain: The request whose spans are to be told in the params of this one, if the engine is vLLM; empty: none.
         continues: The prompt may end with the beginning of an answer, which must be that of a node with this identity. Empty:
             the identity does not matter.
         move_as: The name by which a router may have the answer moved to another node; empty: it may not.
@@ -240,6 +245,7 @@ class TransferWish:
     offer_answer: bool | None = None
     answer_of: str = ""
     describe: bool = False
+    explain: str = ""
     continues: str = ""
     move_as: str = ""
     move: str = ""
@@ -281,6 +287,7 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         offer_answer=flags.offer_answer,
         answer_of=flags.answer_of or "",
         describe=flags.describe,
+        explain=flags.explain or "",
         continues="" if flags.continues is None else flags.continues[0],
         move_as="" if flags.continues is None else flags.continues[1],
         move=flags.move or "",

@@ -223,6 +223,10 @@ class HandoffScheduler(SchedulerHalf):
             raise ConfigurationError(f"the workers of one node share one epoch, got {len(epochs)}")
         self._workers = tuple(workers[rank] for rank in sorted(workers))
 
+    @property
+    def engine_id(self) -> str:
+        return self._config.engine_id
+
     def describe(self) -> dict[str, Any]:
         return {
             "kv_role": self._config.kv_role,
@@ -240,9 +244,10 @@ class HandoffScheduler(SchedulerHalf):
             RendezvousError: another request has used this name of a rendezvous.
         """
         request_id = request.request_id
-        # Whether the node may continue another one's answer, and stops one of its own, is its host's concern, and no handoff.
+        # Whether the node may continue another one's answer, stops one of its own, or explains a request, is its host's concern,
+        # and no handoff.
         asked = parse_transfer_params(request.kv_transfer_params)
-        asked = replace(asked, continues="", move_as="", move="")
+        asked = replace(asked, continues="", move_as="", move="", explain="")
         wish = self._within_role(request_id, asked)
         if wish == TransferWish():
             return

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ...transports.errors import ConfigurationError, KVTransferError
@@ -21,17 +21,22 @@ from ..p2p.params import (
     MOVED,
     REFUSED_TO_CONTINUE,
     RENDEZVOUS_SUPPORTED,
+    SPANS,
     STOPPED_TO_MOVE,
     TRACEPARENT,
     TransferWish,
     parse_transfer_params,
+    traceparent_of,
 )
 from ..p2p.registration import NO_FIELDS
 from ..p2p.scheduler import HandoffScheduler
 from ..planning.compatibility import answers_digest
+from ..spans import ServerSpans
 from .lora import adapter_identity
 from .metadata import LoadErrors, RefusedLoad, StepMetadata, WorkerHandshake
+from .request_spans import RequestSpans
 from .sharing import SharedOffers
+from .stats import KvferryStats
 from .windows import WindowBlocks
 
 if TYPE_CHECKING:
@@ -249,11 +254,13 @@ class SchedulerSide:
         self._refused: dict[str, str] = {}  # by request: why; until it has blocks
         self._refused_loads: dict[str, RefusedLoad] = {}  # of the next step
         self._load_errors: dict[str, str] = {}  # by request: why its load has failed; empty while it loads
+        self._spans = RequestSpans()
+        self._to_explain: dict[str, str] = {}  # by request: the one whose spans its answer is to tell
 
     @property
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
-        num_own += len(self._load_errors)
+        num_own += len(self._load_errors) + len(self._spans) + len(self._to_explain)
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -310,8 +317,12 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
+        traceparent = traceparent_of(_traced_params(request))
+        self._spans.arrived(request, client_request_id(request_id), traceparent)
         try:
             wish = parse_transfer_params(request.kv_transfer_params)
+            if wish.explain:
+                self._to_explain[request_id] = wish.explain
             if wish.continues and not self._may_continue(request, wish.continues):
                 _end_at_once(request, self.identity)
                 return
@@ -343,6 +354,7 @@ class SchedulerSide:
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded; `None` asks vLLM to call again in the next step."""
+        self._spans.found(request.request_id, num_computed_tokens)
         if self._shared.is_waiting(request.request_id):
             return None, False
         if request.request_id not in self._refused:
@@ -352,6 +364,7 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.has_computed = True  # or is about to, or loads
+        self._spans.allocated(request.request_id, num_external_tokens)
         tables = self._served(blocks.get_block_ids())
         # vLLM calls once more after the load, without external tokens. Only then is the prompt in the prefix cache, so
         # requests that wait for it must not go on before.
@@ -372,6 +385,7 @@ class SchedulerSide:
         return replace(self._step_metadata(scheduler_output), begins_anew=begins_anew)
 
     def _step_metadata(self, scheduler_output: Any) -> StepMetadata:
+        self._spans.step_begins()
         refused, self._refused_loads = self._refused_loads, {}
         self._windows.note_step(scheduler_output)
         is_idle = getattr(scheduler_output, "total_num_scheduled_tokens", 1) == 0
@@ -428,7 +442,11 @@ class SchedulerSide:
             # A request may have ended already: with the policy `fail` it has.
             known = {name: why for name, why in errors.reasons.items() if name in self._load_errors}
             self._load_errors |= known
+        if isinstance(stats := getattr(output, "kv_connector_stats", None), KvferryStats):
+            for span in stats.figures.spans:
+                self._spans.keep(span, client_request_id(span.request_id))
         for request_id in output.finished_recving or ():
+            self._spans.load_ended(request_id, self._load_errors.get(request_id, ""))
             # A failed load's reason stays until its request ends; a load that succeeded has none to keep.
             if not self._load_errors.get(request_id):
                 self._load_errors.pop(request_id, None)
@@ -462,6 +480,10 @@ class SchedulerSide:
         completed = None if params is None else self._completed(request, params)
         if why := self._load_errors.pop(request.request_id, ""):
             completed = {**(completed or {}), LOAD_ERROR: why}
+        self._spans.finished(request, ours.finish_reason or "")
+        if wanted := self._to_explain.pop(request.request_id, ""):
+            found = ServerSpans("vllm", self._half.engine_id, self._spans.find(wanted))
+            completed = {**(completed or {}), SPANS: asdict(found)}
         return keeps, completed
 
     def _completed(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:

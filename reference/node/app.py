@@ -16,6 +16,7 @@ from aiohttp import ClientConnectionResetError, web
 
 from ...connector.errors import ConnectorError
 from ...connector.p2p.params import CONTINUES, KV_EVENTS, MOVE
+from ...connector.spans import RecentSpans
 from ...connector.stats import KVConnectorStats
 from ...web.access import HAS_KEY
 from ...web.admin import admin_application
@@ -30,7 +31,7 @@ from ...web.errors import (
     unavailable,
 )
 from ...web.json_body import MAX_BODY_BYTES, read_json
-from ...web.recent_spans import RecentSpans
+from ...web.recent_spans import span_routes
 from ...web.serving import close_connections_while
 from ...web.tracing import current_span, name_request, observed, span_of_work, traced_params
 from ..engine.engine import Engine
@@ -153,7 +154,7 @@ class NodeServer:
 
         kv_transfer = self._engine.settings.kv_transfer
         role, engine_id = (kv_transfer.kv_role, kv_transfer.engine_id) if kv_transfer else ("", "")
-        routes = self._spans.routes(_PROCESSES.get(role, "node"), engine_id)
+        routes = span_routes(self._spans, _PROCESSES.get(role, "node"), engine_id)
         return admin_application([web.post("/admin/drain", drain), *routes])
 
     async def _close_prompts(self, app: web.Application) -> None:

@@ -11,10 +11,18 @@ import pytest
 from kvferry.cli.errors import CommandError
 from kvferry.cli.explain import Told, ask, tell
 from kvferry.cli.main import main
-from kvferry.connector.spans import MAX_EVENTS, PART, ServerSpans, Span, SpanRecord
+from kvferry.connector.spans import (
+    MAX_EVENTS,
+    MAX_REQUESTS,
+    MAX_SPANS,
+    PART,
+    RecentSpans,
+    ServerSpans,
+    Span,
+    SpanRecord,
+)
 from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
 from kvferry.reference.node.phases import Phases
-from kvferry.web.recent_spans import MAX_REQUESTS, MAX_SPANS, RecentSpans
 
 METRICS = RequestMetrics(8, 1, 0, 7, 0, 0.25, None)
 REQUEST = GenerationRequest("cmpl-x-12345678", (1, 2), kv_transfer_params={"do_remote_prefill": True})
@@ -88,7 +96,7 @@ def test_spans_of_several_servers_are_told_in_the_order_of_their_times() -> None
         "http://d/admin/requests/a%2Fb": told("decode", "claim", 1.3, error="stale", attributes={"ranks": 2}),
     }
 
-    def get(url: str, timeout_s: float) -> str:
+    def get(url: str, timeout_s: float, body: bytes = b"") -> str:
         if url in pages:
             return json.dumps(pages[url])
         raise CommandError('HTTP status 404: {"error": {"message": "no spans"}}')
@@ -151,6 +159,64 @@ def test_the_time_until_the_first_token_is_told_in_parts_that_add_up_to_it() -> 
         ["20.0", "ms", "20%", "=" * 5, "first", "step", "http://p"],
     ]
     assert not any(line.split()[-1:] == [PART] for line in lines)
+
+
+def test_what_a_router_cannot_tell_apart_is_told_by_the_spans_of_a_vllm_node() -> None:
+    parts = (
+        {"at": 2.0, "name": PART, "kind": "prefill", "node": "http://p", "seconds": 0.5, "also": "queue"},
+        {
+            "at": 2.0,
+            "name": PART,
+            "kind": "decode",
+            "node": "http://d",
+            "seconds": 0.3,
+            "also": "queue, exposed",
+        },
+    )
+    router = Told("http://r", "router", spans=(SpanRecord("a", "router", 1.0, 3.0, events=parts),))
+    prefill = Told(
+        "http://p", "vllm", spans=(SpanRecord("a", "queue", 1.1, 1.2), SpanRecord("a", "prefill", 1.2, 1.5))
+    )
+    # It waited for the load while the prompt was computed, of which the prefill node's part tells.
+    waits = (SpanRecord("a", "queue", 1.05, 1.06), SpanRecord("a", "load_wait", 1.06, 1.7, error="gone"))
+    lines = tell("a", [router, prefill, Told("http://d", "vllm", spans=waits)])
+    assert "the load failed: gone" in "\n".join(lines)
+    first = lines.index("the first token came after 800.0 ms:")
+    told = [
+        (line.split()[0], " ".join(line.replace("=", " ").split()[3:]))
+        for line in lines[first + 1 : first + 5]
+    ]
+    assert told == [
+        ("100.0", "queue http://p"),
+        ("400.0", "prompt http://p"),
+        ("200.0", "cache, what the prompt did not hide of it http://d"),
+        ("100.0", "first step http://d"),
+    ]
+
+
+def test_a_server_of_vllm_is_asked_by_a_request() -> None:
+    told = dataclasses.asdict(ServerSpans("vllm", "e", (SpanRecord("a", "queue", 1.0, 2.0),)))
+    answers = {"known": told, "unknown": {**told, "spans": []}}
+
+    def get(url: str, timeout_s: float, body: bytes = b"") -> str:
+        match url.removeprefix("http://v"):
+            case "/health":
+                return ""
+            case "/v1/models":
+                return json.dumps({"data": [{"owned_by": "vllm"}]})
+            case "/v1/completions":
+                asked = json.loads(body)["kv_transfer_params"]["explain"]
+                return json.dumps(
+                    {"kv_transfer_params": {"spans": answers[asked]} if asked in answers else None}
+                )
+        raise CommandError("HTTP status 404: Not Found")
+
+    (known,) = ask("known", ["http://v"], get)
+    assert (known.process, [span.name for span in known.spans]) == ("vllm", ["queue"])
+    (unknown,) = ask("unknown", ["http://v"], get)
+    assert unknown.error.startswith("no spans of request 'unknown'")
+    (other,) = ask("other", ["http://v"], get)
+    assert other.error.startswith("this server of vLLM has no KvferryConnector")
 
 
 def test_a_url_without_its_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

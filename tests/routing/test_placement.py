@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvferry.connector.spans import RecentSpans
 from kvferry.router.fleet import Fleet, Mode, Progress
 from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, Work, chance_of_more, choose
 from kvferry.router.prefixes import PIECE_TOKENS, Prefixes, keys_of
-from kvferry.web.recent_spans import RecentSpans
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0

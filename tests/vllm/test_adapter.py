@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -473,7 +475,9 @@ def _request(request_id, params):
         prompt_token_ids=[7] * 40,
         all_token_ids=[7] * 40,
         num_prompt_tokens=40,
+        num_output_tokens=0,
         num_computed_tokens=0,
+        arrival_time=time.time(),
         kv_transfer_params=params,
         get_finished_reason=lambda: None,
         lora_request=None,
@@ -656,6 +660,7 @@ class TestContinuing:
             assert request.max_tokens == 1
             assert request.stop_reason.startswith("kvferry refused to continue: ")
             assert (request.sampling_params.stop_token_ids, sampling.stop_token_ids) == ([], [1])
+        side.request_finished(request, ([],))
         assert side.num_remembered_requests == 0
 
 
@@ -671,11 +676,13 @@ class TestMoving:
         request.max_tokens, request.num_output_tokens, request.stop_reason = max_tokens, 3, None
         request.num_output_placeholders = num_ahead
         side.on_new_request(request)
-        side.on_new_request(_request("order", {"move": self.NAME}))
+        order = _request("order", {"move": self.NAME})
+        side.on_new_request(order)
         side.build_connector_meta()
         request.get_finished_reason = lambda: reason
         request.all_token_ids, request.num_computed_tokens = [7] * 44, 43
         ended = side.request_finished(request, ([4, 5, 6],))
+        side.request_finished(order, ([],))
         assert side.num_remembered_requests == ended[0]
         return request, ended
 
@@ -881,6 +888,59 @@ class TestAdapters:
         assert adapter_identity(None) is None
 
 
+class TestExplaining:
+    """A request with `explain` is answered with what vLLM's scheduler did for another one."""
+
+    @pytest.fixture
+    def side(self):
+        return _side()
+
+    @staticmethod
+    def explained(side, wanted):
+        question = _request("cmpl-why-0-1f", {"explain": wanted})
+        side.on_new_request(question)
+        side.get_num_new_matched_tokens(question, 0)
+        side.update_state_after_alloc(question, SimpleNamespace(get_block_ids=lambda: ([9],)), 0)
+        question.get_finished_reason = lambda: "length"
+        question.num_output_tokens = 1
+        _, params = side.request_finished(question, ([9],))
+        return params["spans"]["spans"]
+
+    @pytest.mark.parametrize("error", ["", "the offer is gone"])
+    def test_the_spans_of_a_request_follow_each_other(self, side, error):
+        # Malformed params are a load that fails at once; any load passes the same calls.
+        request = _request("cmpl-known-0-1f", "nonsense")
+        side.on_new_request(request)
+        side.get_num_new_matched_tokens(request, 16)
+        blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+        side.update_state_after_alloc(request, blocks, 24)
+        side.build_connector_meta()
+        output = SimpleNamespace(finished_sending=None, finished_recving={request.request_id})
+        output.kv_connector_worker_meta = LoadErrors({request.request_id: error})
+        side.update_connector_output(output)
+        side.update_state_after_alloc(request, blocks, 0)
+        side.build_connector_meta()
+        request.num_output_tokens = 1
+        side.build_connector_meta()
+        request.num_output_tokens, request.get_finished_reason = 2, lambda: "length"
+        side.request_finished(request, ([],))
+        for wanted in ("known", "cmpl-known"):
+            spans = self.explained(side, wanted)
+            computed = "prefill" if error else "first_step"
+            assert [span["name"] for span in spans] == ["queue", "load_wait", computed, "generate", "node"]
+        assert [span["error"] for span in spans] == ["", error, "", "", ""]
+        *phases, node = spans
+        assert node["start"] == phases[0]["start"] == request.arrival_time
+        assert all(before["end"] == after["start"] for before, after in itertools.pairwise(phases))
+        figures = phases[-1]["attributes"]
+        assert (figures["prompt_tokens"], figures["output_tokens"], figures["cached_tokens"]) == (40, 2, 16)
+        assert figures["loaded_tokens"] == (0 if error else 24)
+        assert side.num_remembered_requests == 0
+
+    def test_of_a_request_that_is_not_known_there_are_no_spans(self, side):
+        assert list(self.explained(side, "other")) == []
+
+
 class TestRefusedRequests:
     """An exception in a scheduler method would end the engine, so a refused request becomes a load that fails."""
 
@@ -994,6 +1054,8 @@ class TestSharedOffers:
         assert side.get_num_new_matched_tokens(second, 0) == (None, False)
         side.update_state_after_alloc(first, self.BLOCKS, 0)
         assert side.get_num_new_matched_tokens(second, 32) == (0, False)
+        for request in (first, second):
+            side.request_finished(request, ([],))
         assert side.num_remembered_requests == 0
 
     def test_the_others_fail_when_the_first_does(self, requests):
