@@ -41,10 +41,11 @@ class Host:
         connector: str,
         transport: Mapping[str, Any],
         node_program: Path = NODE_PROGRAM,
+        handoff: Mapping[str, float] = HANDOFF,
     ) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
-            options = json.dumps({**HANDOFF, "transport_options": transport})
+            options = json.dumps({**handoff, "transport_options": transport})
             program = [sys.executable, str(node_program), str(theirs.fileno()), connector, options]
             self._process = subprocess.Popen(
                 [*prefix, *program],
