@@ -29,6 +29,7 @@ HOSTS = ("p", "d")
 ADDRESS = {"p": "10.79.0.1", "d": "10.79.0.2"}
 LINK_ADDRESS = {"p": "10.77.0.1", "d": "10.77.0.2"}
 OTHER = {"p": "d", "d": "p"}
+OVERTAKEN_S = 0.005  # many packets fit into that
 RATE = "100mbit"  # a pool of 32 MiB takes almost three seconds, so a test can act during a transfer
 
 
@@ -43,13 +44,16 @@ class Relay(threading.Thread):
     Attributes:
         delay_s: Delay of each packet.
         loss: Fraction of packets that are lost.
+        reordered: Fraction of packets that later ones overtake.
+        corrupted: Fraction of packets in which a byte differs.
+        num_bad: Packets that were lost, overtaken or changed.
     """
 
     def __init__(self, descriptors: tuple[int, int]) -> None:
         super().__init__(name="relay")
         self.delay_s = 0.0
-        self.loss = 0.0
-        self.num_lost = 0
+        self.loss = self.reordered = self.corrupted = 0.0
+        self.num_bad = 0
         self._out = dict(zip(descriptors, reversed(descriptors), strict=True))
         self._stopped = os.eventfd(0)
         self._random = random.Random(1)
@@ -68,10 +72,18 @@ class Relay(threading.Thread):
 
     def _take(self, descriptor: int) -> None:
         packet = os.read(descriptor, 65536)
-        if self._random.random() < self.loss:
-            self.num_lost += 1
-            return
         due = time.monotonic() + self.delay_s
+        drawn = self._random.random()
+        if drawn < self.loss:
+            self.num_bad += 1
+            return
+        if drawn < self.reordered:
+            self.num_bad += 1
+            due += OVERTAKEN_S
+        elif drawn < self.corrupted:
+            self.num_bad += 1
+            at = self._random.randrange(len(packet))
+            packet = packet[:at] + bytes([packet[at] ^ 0x10]) + packet[at + 1 :]
         heapq.heappush(self._under_way, (due, next(self._order), self._out[descriptor], packet))
 
     def _deliver(self, now: float) -> None:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from .test_two_hosts import Host, Pair, running, start_and_wait_until_half_way, wait_until
+from .test_two_hosts import PACKAGES, Host, Pair, running, start_and_wait_until_half_way, wait_until
 
 BARE_NIXL = Path(__file__).parent / "children" / "bare_nixl.py"
 #: No timeout of any transport is longer.
@@ -42,9 +41,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(120 + 240 
 
 
 def require(transport: str) -> None:
-    package = {"ucx": "ucxx", "nixl": "nixl_cu12"}.get(transport, "")
-    if package and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    if package := PACKAGES.get(transport):
+        pytest.importorskip(package, reason=f"{package} is not installed")
 
 
 def report(what: str, noticed_s: float, healed_s: float, num_failed: int) -> None:
