@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +23,7 @@ LEASE_S = 6.0
 def fleet(tiny_single: Client, tiny_arguments: tuple[str, ...]) -> Iterator[Fleet]:
     (folder,) = jumping_clock.__path__
     with pytest.MonkeyPatch.context() as environment, Launcher(run_program) as launcher:
-        environment.setenv("PYTHONPATH", str(Path(folder)))
+        environment.setenv("PYTHONPATH", folder, prepend=os.pathsep)
         yield launch_fleet(launcher, tiny_single, *tiny_arguments)
 
 
