@@ -468,10 +468,13 @@ class Exchange:
         """Ask a decode node, and let the client have the first token before it answers."""
         offer, passing = self.offer, Actions()
         self.decode = node
-        after = self.beginning
-        if after is None and offer is not None and offer.first is not None and self._continues(offer.first):
-            passing = self._pass(offer.first, offer) if self.is_stream else []
-            after = self.beginning or offer.first.beginning()
+        after, first = self.beginning, None if offer is None else offer.first
+        # Nothing follows a token that is the whole answer. Such an answer ends before a decode node is chosen, unless no node was known
+        # to give the same. This one may have said so only since then: let it give the answer.
+        can_pass = first is not None and not first.is_all and self._continues(first)
+        if after is None and offer is not None and first is not None and can_pass:
+            passing = self._pass(first, offer) if self.is_stream else []
+            after = self.beginning or first.beginning()
         self._move(State.DECODING if after is None else State.CONTINUING)
         return [*passing, self._ask_decode(node, None if offer is None else offer.params, after)]
 

@@ -14,7 +14,7 @@ from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, Offer, State
 from kvferry.router.ways import TABLE, Chooser, Facts, Options, Way, chooser_of, named_offer, way_of
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import Event
-from tests.support.exchange_simulator import PromiseBrokenError, Told, explore
+from tests.support.exchange_simulator import Node, PromiseBrokenError, Token, Told, explore
 from tests.support.fake_nodes import PLACE
 
 ROUTER_DOC = Path(__file__).parents[2] / "docs" / "router.md"
@@ -46,6 +46,20 @@ def test_the_table_of_ways_is_that_of_the_code() -> None:
         for row in TABLE
     ]
     assert rows_of("Which way a request goes") == in_code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_node_that_says_late_what_it_is_gives_an_answer_of_one_token_itself(stream: bool) -> None:
+    """A router that has just started does not know yet whether it would give the same, and nothing follows the whole answer."""
+    exchange = Exchange("/v1/completions", {"stream": stream}, {"X-Request-Id": "r"})
+    prefill, decode = Node("prefill", 1), Node("decode", 1)
+    exchange.begin()
+    exchange.placed()
+    offer = Offer(prefill, {"n": 0}, "", Token(is_all=True), {})  # type: ignore[arg-type]
+    exchange.prefill_answered(offer, is_answer=False)
+    (asked,) = exchange.decode_chosen(decode)  # type: ignore[arg-type]
+    assert isinstance(asked, does.AskDecode)
+    assert (asked.params, asked.after) == (offer.params, None)
 
 
 # -- every order of events ---------------------------------------------------------------------------

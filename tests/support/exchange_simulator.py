@@ -495,7 +495,8 @@ class Schedule:
             return exchange.prefill_answered(None)
         first: Any = Token(is_all=self.drawn.chance(0.15)) if self.drawn.chance(0.7) else None
         offer = Offer(node, {"n": len(self.opened)}, "", first, {})
-        is_answer = first is not None and first.is_all and exchange.is_stream
+        # A decode node may say only later that it would have given the same.
+        is_answer = first is not None and first.is_all and exchange.is_stream and self.drawn.chance(0.7)
         return exchange.prefill_answered(offer, is_answer=is_answer)
 
     def decode_step(self) -> Callable[[], list[Action]] | None:
