@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.reference.demo.launcher import Launcher, Spawn
 from tests.support.chaos.fleet import Fleet
-from tests.support.chaos.sampling import plot, read
+from tests.support.chaos.sampling import num_loads, plot, read
 from tests.support.chaos.soak import Soak, reference_engine
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
@@ -61,4 +61,8 @@ def fleet(spawn: Spawn, transport: str, arguments: tuple[str, ...], socket_dir: 
 def test_random_faults(fleet: Fleet, single: Client, tmp_path: Path) -> None:
     samples = Path(os.environ.get("SOAK_SAMPLES", tmp_path / "samples.jsonl"))
     print(Soak(fleet, reference_engine(single), SEED, SECONDS, samples, GAP_S).run())
-    assert plot(read(samples)).count("<polyline") >= len(fleet.services)
+    found = read(samples)
+    assert plot(found).count("<polyline") >= len(fleet.services)
+    assert num_loads(found) > 0
+    of_nodes = [sample for sample in found if not sample.service.startswith("router")]
+    assert sum(sample.blocks is not None for sample in of_nodes) > len(of_nodes) / 4

@@ -99,7 +99,8 @@ class Sampler:
         process = service.process
         roots = [Path(f"/proc/{pid}") for pid in family_of(process.pid)]
         memory_kib = sum(_pss_kib((root / "smaps_rollup").read_text()) for root in roots)
-        values = _metrics_of(process.url)
+        # Not `process.url`, which a process that was started again has told to nothing that reads it.
+        values = _metrics_of(f"http://127.0.0.1:{service.port}")
         blocks = values[_BLOCKS] - values[_FREE_BLOCKS] if _BLOCKS in values else values.get(_VLLM_USAGE)
         return Sample(
             at_s=round(time.monotonic() - self._began, 2),
@@ -181,7 +182,7 @@ def _diagram(
     yield f'<text x="{right}" y="{bottom + 13:.0f}" text-anchor="end">{end_s / 60:.0f} min</text>'
     for (service, _), line in lines.items():
         points = " ".join(
-            f"{_LEFT + (right - _LEFT) * at_s / end_s:.1f},{bottom - _HEIGHT * value / highest:.1f}"
+            f"{_LEFT + (right - _LEFT) * at_s / end_s:.0f},{bottom - _HEIGHT * value / highest:.0f}"
             for at_s, value in line
         )
         yield f'<polyline points="{points}" fill="none" stroke="{colours[service]}" stroke-width="1"/>'
