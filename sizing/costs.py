@@ -29,6 +29,7 @@ class Costs:
         request_s: Per request, outside of the steps: HTTP and the tokenizer.
         context_s: Per prompt token of a step, and token before it.
         answer_context_s: Per answer of a step, and token before it.
+        mixed_s: Per step that has both prompt tokens and answers, beside what each of them takes.
         pool_tokens: Tokens that the node's blocks have room for.
         max_requests: Requests in a step (vLLM's `--max-num-seqs`).
     """
@@ -42,6 +43,7 @@ class Costs:
     request_s: float = 0.0
     context_s: float = 0.0
     answer_context_s: float = 0.0
+    mixed_s: float = 0.0
     pool_tokens: int = 1 << 30
     max_requests: int = 256
 

@@ -35,6 +35,12 @@ BATCHES = (1, 2, 4, 8, 16)
 ANSWER_TOKENS = 32
 #: Of the contexts that make a batch of answers slow, so that the prompts for it are no long wait.
 LONG_BATCHES = (1, 4)
+#: Answers that run while prompts are computed, and the chunks of such a prompt.
+MIXED_BATCHES, MIXED_CHUNKS = (1, 4), 4
+#: Of each of these answers: more than it gives until the last of the prompts is computed.
+MIXED_TOKENS = 128
+#: Tokens that each answer gives between two of the prompts.
+BETWEEN = 4
 HANDOVERS = (64, 512, 2048)
 
 
@@ -79,7 +85,9 @@ async def measure(
             raise MeasuringError(f"{urls[0]} takes only {max_tokens} tokens; measure a node with more")
         costs = replace(costs, pool_tokens=node.pool_tokens or costs.pool_tokens)
         found = await _measure_node(node, costs, longest, say)
-        fitted = fit(costs, found, ("step_s", "prompt_token_s", "answer_s", "request_s", *_CONTEXT))
+        fitted = fit(
+            costs, found, ("step_s", "prompt_token_s", "answer_s", "request_s", "mixed_s", *_CONTEXT)
+        )
         if len(urls) > 1:
             other = _Node(session, urls[1])
             await other.look()
@@ -133,7 +141,51 @@ async def _measure_node(
         times = {"step_s": 1, "answer_s": batch, "answer_context_s": batch * known}
         found.append(Measured(f"ITL of {batch} answers after {length} tokens", statistics.fmean(gaps), times))
         say(f"{found[-1].what}: {found[-1].seconds * 1e3:.1f} ms")
+    for batch in MIXED_BATCHES:
+        if batch < min(costs.max_requests, costs.chunk_tokens):
+            found += await _measure_mixed(node, costs, longest, batch, say)
     return found
+
+
+async def _measure_mixed(
+    node: _Node, costs: Costs, longest: int, batch: int, say: Callable[[str], None]
+) -> list[Measured]:
+    """Measure the steps of a prompt while answers are given; nothing if the answers end too early."""
+    number = min(longest, MIXED_CHUNKS * costs.chunk_tokens)
+    if number + batch * (SHORTEST + MIXED_TOKENS) > costs.pool_tokens:
+        return []
+    num_steps = -(-number // (costs.chunk_tokens - batch))
+    running: list[list[float]] = [[] for _ in range(batch)]
+    took: list[float] = []
+    async with asyncio.TaskGroup() as group:
+        answers = [
+            group.create_task(node.ask_for(node.prompt(SHORTEST), MIXED_TOKENS, None, times))
+            for times in running
+        ]
+        for _ in range(REPEATS):
+            wanted = min(map(len, running)) + BETWEEN
+            while min(map(len, running)) < wanted and not any(task.done() for task in answers):
+                await asyncio.sleep(0.002)
+            computed_at = (await node.ask(number, 1)).times[0]
+            for times in running:
+                # The prompt's last step gave a token to each answer as well, and so did its other steps.
+                last = min(range(len(times)), key=lambda index: abs(times[index] - computed_at))
+                if num_steps <= last < MIXED_TOKENS - 1:
+                    took.append(times[last] - times[last - num_steps])
+    if not took:
+        return []
+    known = SHORTEST + MIXED_TOKENS // 2
+    sums = {
+        "step_s": num_steps,
+        "mixed_s": num_steps,
+        "prompt_token_s": number,
+        "context_s": number * number / 2,
+        "answer_s": num_steps * batch,
+        "answer_context_s": num_steps * batch * known,
+    }
+    found = Measured(f"{number} prompt tokens beside {batch} answers", statistics.median(took), sums)
+    say(f"{found.what}: {found.seconds * 1e3:.1f} ms")
+    return [found]
 
 
 async def _measure_handovers(
@@ -218,11 +270,18 @@ class _Node:
     async def ask(self, num_tokens: int, max_tokens: int) -> _Answer:
         return await self.ask_for(self.prompt(num_tokens), max_tokens, None)
 
-    async def ask_for(self, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None) -> _Answer:
+    async def ask_for(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        times: list[float] | None = None,
+    ) -> _Answer:
+        """Ask for an answer. Its times are appended to `times` as its tokens come."""
         body = self._body(prompt, max_tokens) | {"stream": True}
         if params is not None:
             body["kv_transfer_params"] = params
-        sent, times = time.perf_counter(), []
+        sent, times = time.perf_counter(), [] if times is None else times
         try:
             async with self._session.post(
                 f"{self._url}/v1/completions", json=body, timeout=self._timeout

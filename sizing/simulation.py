@@ -119,6 +119,7 @@ class _Node:
         costs, answers = self.costs, list(self.answers)
         num_before = sum(job.num_known for job in answers) if costs.answer_context_s else 0
         seconds = costs.step_s + len(answers) * costs.answer_s + num_before * costs.answer_context_s
+        seconds += costs.mixed_s if answers and self.prompts else 0.0
         room, done = max(1, costs.chunk_tokens - len(answers)), []
         while self.prompts and room:
             job = self.prompts[0]

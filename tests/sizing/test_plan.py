@@ -14,7 +14,9 @@ from kvferry.cli.main import main
 from kvferry.sizing.costs import Costs
 from kvferry.sizing.measuring import Measured, fit
 
-COSTS = Costs(0.01, 1e-4, 2e-3, 512, 0.02, 1e-5, request_s=0.005, context_s=1e-7, answer_context_s=1e-6)
+COSTS = Costs(
+    0.01, 1e-4, 2e-3, 512, 0.02, 1e-5, request_s=0.005, context_s=1e-7, answer_context_s=1e-6, mixed_s=0.02
+)
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_a_node_that_does_not_run_is_named(capsys: pytest.CaptureFixture[str]) -
 
 def test_costs_are_found_from_what_they_sum_up_to() -> None:
     chance = random.Random(3)
-    names = ("request_s", "step_s", "prompt_token_s", "context_s", "answer_s", "answer_context_s")
+    names = ("request_s", "step_s", "prompt_token_s", "context_s", "answer_s", "answer_context_s", "mixed_s")
 
     def measured(times: dict[str, float]) -> Measured:
         exact = Measured("", 0.0, times)
@@ -106,7 +108,11 @@ def test_costs_are_found_from_what_they_sum_up_to() -> None:
         {"step_s": 1, "answer_s": b, "answer_context_s": b * n}
         for b, n in [(1, 48), (2, 48), (4, 48), (8, 48), (16, 48), (1, 1056), (4, 1056)]
     ]
-    found = fit(Costs(chunk_tokens=512), [measured(each) for each in prompts + answers], names)
+    mixed = [
+        {"step_s": 5, "mixed_s": 5, "prompt_token_s": 2048, "context_s": 2048 * 1024, "answer_s": 5 * b}
+        for b in (1, 4)
+    ]
+    found = fit(Costs(chunk_tokens=512), [measured(each) for each in prompts + answers + mixed], names)
     for name in names:
         assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.1), name
 

@@ -38,11 +38,11 @@ def test_a_request_at_an_idle_node_takes_the_sum_of_its_costs() -> None:
 
 
 def test_answers_wait_for_the_chunk_of_a_prompt_in_their_step() -> None:
-    costs = replace(COSTS, request_s=0.0, context_s=0.0, answer_context_s=0.0)
+    costs = replace(COSTS, request_s=0.0, context_s=0.0, answer_context_s=0.0, mixed_s=0.003)
     plan = [(Turn(0.0, (("a", 16),), 20),), (Turn(0.05, (("b", 400),), 1),)]
     short, _ = FleetSimulation(arrivals_of(plan), [costs], least_load(1)).run()
     gaps = [later - earlier for earlier, later in zip(short.token_times, short.token_times[1:], strict=False)]
-    assert max(gaps) == pytest.approx(0.01 + 0.002 + 400 * 1e-4)
+    assert max(gaps) == pytest.approx(0.01 + 0.002 + 400 * 1e-4 + 0.003)
     assert sorted(gaps)[-2] == pytest.approx(0.01 + 0.002)
 
 
