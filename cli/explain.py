@@ -26,6 +26,8 @@ there). Servers of vLLM tell them in the answer to a request of one token. The U
 """
 
 _TIMEOUT_S: Final = 5.0
+#: A server of vLLM answers after the requests that wait before this one.
+_VLLM_TIMEOUT_S: Final = 30.0
 #: As `kvferry.connector.spans` names it.
 _PART: Final = "part"
 #: Characters of a bar that is as long as the request.
@@ -147,7 +149,7 @@ def _ask_vllm(request: str, url: str, get: Get) -> Any:
         CommandError: The server does not answer, has another connector, or does not know the request.
     """
     body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"explain": request}}
-    answer = json_of(get(f"{url}/v1/completions", _TIMEOUT_S, json.dumps(body).encode()))
+    answer = json_of(get(f"{url}/v1/completions", _VLLM_TIMEOUT_S, json.dumps(body).encode()))
     params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     told = params.get("spans") if isinstance(params, dict) else None
     if not isinstance(told, dict):
@@ -241,6 +243,8 @@ class _Part:
 
     def split(self, spans: Sequence[SpanRecord]) -> list[_Part]:
         """Return it in the parts that its node's spans tell apart. They have the same sum, also if the hosts' clocks differ."""
+        # A span may begin before this part: a decode node waits while the prompt is computed, which is another part. What no span
+        # explains, such as HTTP, stays with this part's own kind.
         parts, end = [], self.at + self.seconds
         found = [(_KINDS[span.name], span) for span in spans if span.name in _KINDS]
         at = self.at

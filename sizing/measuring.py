@@ -164,11 +164,13 @@ async def _measure_mixed(
         ]
         for _ in range(REPEATS):
             wanted = min(map(len, running)) + BETWEEN
+            # Ends at the latest with the answers, which have a timeout.
             while min(map(len, running)) < wanted and not any(task.done() for task in answers):
                 await asyncio.sleep(0.002)
             computed_at = (await node.ask(number, 1)).times[0]
-            for times in running:
-                # The prompt's last step gave a token to each answer as well, and so did its other steps.
+            for times in filter(None, running):
+                # The prompt's last step gave a token to each answer as well, and so did its other steps. An answer that began
+                # later or has ended was not in all of them.
                 last = min(range(len(times)), key=lambda index: abs(times[index] - computed_at))
                 if num_steps <= last < MIXED_TOKENS - 1:
                     took.append(times[last] - times[last - num_steps])

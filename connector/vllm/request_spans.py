@@ -51,8 +51,9 @@ class RequestSpans:
 
     def __init__(self) -> None:
         self._ended = RecentSpans()
+        # vLLM ends each request that it has taken up once, also one that is aborted, so these are its requests at most.
         self._followed: dict[str, _Followed] = {}
-        self._without_token: dict[str, _Followed] = {}
+        self._without_token: dict[str, _Followed] = {}  # a part of them, so that a step need not look at all
 
     def __len__(self) -> int:
         return len(self._followed)
@@ -81,7 +82,7 @@ class RequestSpans:
     def allocated(self, request_id: str, num_external_tokens: int) -> None:
         """Note that a request has blocks. After a load vLLM calls once more, and after a preemption it begins anew."""
         if (followed := self._without_token.get(request_id)) is None:
-            return
+            return  # preempted after its first token: that is over
         followed.num_loaded_tokens += num_external_tokens
         if num_external_tokens:
             followed.go_on("load_wait")
@@ -109,6 +110,7 @@ class RequestSpans:
         self._without_token.pop(request.request_id, None)
         if (followed := self._followed.pop(request.request_id, None)) is None:
             return
+        # The only token of a prefill comes with the end, and no step follows in which it would be seen.
         if followed.phase.name != "generate" and request.num_output_tokens:
             followed.go_on("generate")
         followed.phase.set(

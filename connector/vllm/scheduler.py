@@ -317,7 +317,9 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
-        traceparent = traceparent_of(_traced_params(request))
+        # Outside of the `try`, because a request that is refused is followed too. So nothing may be assumed of its params here.
+        headers = getattr(request, "trace_headers", None) or {}
+        traceparent = traceparent_of(headers) or traceparent_of(request.kv_transfer_params)
         self._spans.arrived(request, client_request_id(request_id), traceparent)
         try:
             wish = parse_transfer_params(request.kv_transfer_params)
@@ -442,10 +444,12 @@ class SchedulerSide:
             # A request may have ended already: with the policy `fail` it has.
             known = {name: why for name, why in errors.reasons.items() if name in self._load_errors}
             self._load_errors |= known
+        # Beside us in a MultiConnector the stats are of all connectors, and ours are not told apart here.
         if isinstance(stats := getattr(output, "kv_connector_stats", None), KvferryStats):
             for span in stats.figures.spans:
                 self._spans.keep(span, client_request_id(span.request_id))
         for request_id in output.finished_recving or ():
+            # Before the reason may be dropped below.
             self._spans.load_ended(request_id, self._load_errors.get(request_id, ""))
             # A failed load's reason stays until its request ends; a load that succeeded has none to keep.
             if not self._load_errors.get(request_id):

@@ -937,6 +937,15 @@ class TestExplaining:
         assert figures["loaded_tokens"] == (0 if error else 24)
         assert side.num_remembered_requests == 0
 
+    @pytest.mark.parametrize("params", ["nonsense", 7, ["traceparent"], None])
+    def test_malformed_params_do_not_matter_where_vllm_traces(self, side, params):
+        request = _request("cmpl-known-0-1f", params)
+        request.trace_headers = {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
+        side.on_new_request(request)
+        request.get_finished_reason = lambda: "abort"
+        side.request_finished(request, ([],))
+        assert [span["name"] for span in self.explained(side, "known")] == ["queue", "node"]
+
     def test_of_a_request_that_is_not_known_there_are_no_spans(self, side):
         assert list(self.explained(side, "other")) == []
 
