@@ -2,8 +2,8 @@
 
 Written against FlashInfer's documented API (0.2 and later): `BatchPrefillWithPagedKVCacheWrapper` for steps with
 prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. The arguments are tested against a stand-in that
-gives each its documented meaning. The test with the real package needs a CUDA device and is skipped without one. It has
-been skipped so far: this backend has not run on a GPU yet.
+gives each its documented meaning, and the results with the real package on a GPU (`tests/gpu/test_attention_backends.py`;
+docs/cuda.md says what has run). FlashInfer compiles a kernel for each kind of step and of layer when it first runs.
 """
 
 from __future__ import annotations

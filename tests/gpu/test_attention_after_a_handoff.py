@@ -47,6 +47,8 @@ def attend(
     return backend.attend(query.to(device, cache.dtype), cache, metadata, PARAMS).float().cpu()
 
 
+# FlashInfer compiles a kernel for each value of `num_new`, once per machine, for about a minute.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_new", [pytest.param(1, id="decode"), pytest.param(9, id="prompt")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_reads_the_blocks_of_a_uniform_pool(
