@@ -6,12 +6,9 @@ import asyncio
 import json
 import os
 import sys
-import time
-import urllib.request
 
 import pytest
 
-from kvferry.cli.explain import ask, tell
 from kvferry.reference.demo.launcher import Launcher
 from kvferry.reference.demo.report import Way
 from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
@@ -79,44 +76,6 @@ def test_a_refused_request_frees_the_prefill_servers_blocks(pair):
     prefill.wait_for(USAGE, lambda usage: usage > 0)
     assert decode.complete(tokens, 100_000, kv_transfer_params=params).status == 400
     prefill.wait_for(USAGE, lambda usage: usage == 0, SOON_S)
-
-
-def test_what_vllm_did_for_a_request_is_explained(pair):
-    """The time until the first token is told in parts, also what only the servers know, and the parts are all of it."""
-    body = {"model": "model", "prompt": [9] * 300, "max_tokens": 4, "stream": True, "ignore_eos": True}
-    headers = {"Content-Type": "application/json", "X-Request-Id": "slow"}
-    with Launcher() as launcher:
-        router = launcher.start_router("router", pair[:1], pair[1:], "--dev")
-        router.wait_ready(START_S)
-        began = time.monotonic()
-        request = urllib.request.Request(f"{router.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as response:
-            response.readline()
-            ttft_s = time.monotonic() - began
-            response.read()
-        servers = ask("slow", [router.url])
-    ours, prefill, decode = ([span.name for span in server.spans] for server in servers)
-    assert "router" in ours
-    assert (prefill, decode) == (
-        ["queue", "prefill", "generate", "node"],
-        ["queue", "load_wait", "first_step", "generate", "node"],
-    )
-    lines = tell("slow", servers)
-    first = next(index for index, line in enumerate(lines) if line.startswith("the first token came after"))
-    told_s = float(lines[first].split()[-2]) / 1e3
-    assert told_s == pytest.approx(ttft_s, rel=0.02, abs=0.005)
-    parts = {}
-    for line in lines[first + 1 : lines.index("", first)]:
-        if " ms " not in line:
-            continue
-        words = line.replace("=", " ").split()
-        parts[" ".join(words[3:-1]) or words[-1]] = float(words[0]) / 1e3
-    assert sum(parts.values()) == pytest.approx(told_s, rel=0.02)
-    assert {"queue", "prompt", "cache, what the prompt did not hide of it", "first step"} <= parts.keys(), (
-        lines
-    )
-    assert not any("tell apart" in line for line in lines)
-    assert "300 prompt tokens" in "\n".join(lines)
 
 
 async def _bench(url, folder):
