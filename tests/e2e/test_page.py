@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import shlex
 import signal
 import threading
 import urllib.request
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvferry.cli.main import main
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, Spawn
 from tests.e2e.conftest import START_TIMEOUT_S
 from tests.support.browser import chromium, find_chromium
@@ -81,11 +83,11 @@ def fleet(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterator[Flee
     find_chromium()
     with hostile_node() as url, Launcher(spawn) as launcher:
         prefill, decode = (
-            launcher.start_node(role, role, *tiny_single_arguments, "--connector", "shm")
+            launcher.start_node(role, role, *tiny_single_arguments, "--connector", "shm", "--dev")
             for role in ("prefill", "decode")
         )
         launcher.wait_listening([prefill, decode], START_TIMEOUT_S)
-        router = launcher.start_router("router", [prefill], [decode], "--decode", url)
+        router = launcher.start_router("router", [prefill], [decode], "--decode", url, "--dev")
         guarded = launcher.start_router("guarded router", [prefill], [decode], "--api-key", KEY)
         launcher.wait_ready([prefill, decode, router, guarded], START_TIMEOUT_S)
         yield Fleet(prefill, decode, Client(router), guarded)
@@ -169,6 +171,21 @@ def test_a_request_appears_while_the_page_is_open_and_its_parts_add_up(
             left + width == pytest.approx(other, abs=0.1) for (left, width), (other, _) in pairwise(boxes)
         )
         assert sum(boxes[-1]) == pytest.approx(100, abs=0.1)
+
+
+def test_a_request_shows_the_command_that_explains_it(
+    browser: Browser, fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(fleet, "A ferry of its own")
+    with watching(browser, fleet) as watched:
+        watched.page.locator("button.toggle").first.click()
+        shown = watched.page.locator("tr.detail:visible").inner_text()
+    (command,) = re.findall("kvferry explain .*", shown)
+    assert main(shlex.split(command)[1:]) == 0
+    told = capsys.readouterr().out
+    assert "the first token came after" in told
+    assert fleet.prefill.url in told
+    assert fleet.decode.url in told
 
 
 def test_a_keyboard_and_a_screen_reader_reach_everything(browser: Browser, fleet: Fleet) -> None:

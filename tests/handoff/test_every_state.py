@@ -1,4 +1,4 @@
-"""The protocol keeps its promises in every state that two nodes can reach, and the explorer finds what breaks them."""
+"""The protocol keeps its promises in every state that two or three nodes can reach, and the explorer finds what breaks them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from tests.support.handoff_simulator.every_state import (
     Explorer,
     State,
     new_state,
+    three_nodes,
 )
 from tests.support.handoff_simulator.planted import (
     PLANTED,
     DeliversToTheFirstRank,
     ForgetsClaimsThatCameFirst,
     ForgetsProgressWhileItReads,
+    PairsByTheNumberAlone,
     Planted,
     ReleasesTheFirstRankOnly,
     ReportsWithTheFirstPart,
 )
 
-EVERY_OFFER, RENDEZVOUS, ONE_FAULT = SMALL
+EVERY_OFFER, RENDEZVOUS, ONE_FAULT, _ = SMALL
 TWO_RANKS_TO_ONE = Bound(1, 0, 0, (COMPUTED,), spreads=(Spread(2), Spread(1)))
+TWO_PRODUCERS = three_nodes(2, 0, 0, producers=(0, 1), consumers=(2,))
 ONE_RANK_TO_TWO = Bound(1, 0, 0, (COMPUTED,), spreads=(Spread(1), Spread(2)))
 
 
@@ -87,6 +90,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
         pytest.param(
             EVERY_OFFER, Planted(WAITS, consumer=ForgetsProgressWhileItReads), id="progress-forgotten"
         ),
+        pytest.param(TWO_PRODUCERS, Planted(WAITS, consumer=PairsByTheNumberAlone), id="pairing-by-number"),
         pytest.param(
             TWO_RANKS_TO_ONE, Planted(WAITS, consumer=ReleasesTheFirstRankOnly), id="rank-not-released"
         ),
@@ -104,7 +108,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
         ),
     ],
 )
-def test_a_planted_bug_that_a_deadline_would_hide_or_that_needs_several_ranks_is_found(
+def test_a_planted_bug_that_a_deadline_would_hide_or_that_needs_several_ranks_or_nodes_is_found(
     bound: Bound, planted: Planted
 ) -> None:
     assert planted.promise in counterexample(bound, planted).promise

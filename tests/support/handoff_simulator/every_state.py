@@ -1,4 +1,4 @@
-"""Every state that two nodes can reach within a bound: breadth first, so that the first counterexample is a shortest one.
+"""Every state that two or three nodes can reach within a bound: breadth first, so that the first counterexample is a shortest one.
 
 `Explorer` drives `Simulation`, the world of the random schedules, through its operations. Nothing here models the protocol: a
 state is the whole simulated world, with the real `NodeProtocol`s in it. After each operation the promises of the world are
@@ -21,10 +21,11 @@ import pickle
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import product
 from types import MethodType
 from typing import Any, TextIO
 
@@ -57,7 +58,6 @@ CONFIG = HandoffConfig(
     max_backoff_s=2.0,
     rendezvous_wait_s=28.0,
 )
-PRODUCER, CONSUMER = 0, 1
 #: The address of a node that is still to be upgraded.
 OLD = "sim://b"
 
@@ -82,7 +82,8 @@ class Bound:
         offers: The kinds of offers that a request may begin with.
         with_rendezvous: Whether a request may also begin at its consumer, before it is offered.
         faults: The kinds of events that are counted by `num_faults`.
-        addresses: Of the two nodes.
+        producers, consumers: The nodes that offer, and those that claim. A node may do both.
+        addresses: Of the nodes.
         spreads: How each node's model is spread over ranks.
     """
 
@@ -94,24 +95,28 @@ class Bound:
     faults: frozenset[str] = frozenset(
         {"abort", "preempt", "drop", "give_up", "claim", "sever", "crash", "late", "change_weights"}
     )
-    addresses: tuple[str, str] = ("sim://a", "sim://c")
-    spreads: tuple[Spread, Spread] = (Spread(), Spread())
+    producers: tuple[int, ...] = (0,)
+    consumers: tuple[int, ...] = (1,)
+    addresses: tuple[str, ...] = ("sim://a", "sim://c")
+    spreads: tuple[Spread, ...] = (Spread(), Spread())
 
     def __str__(self) -> str:
         names = {COMPUTED: "computed", EARLY: "early", WITHDRAWN: "withdrawn"}
         ways = [names[kind] for kind in self.offers] + ["rendezvous"] * self.with_rendezvous
         ranks = " to ".join(str(spread.num_ranks) for spread in self.spreads)
-        limits = f"{self.num_requests} requests ({', '.join(ways)}), {self.num_faults} faults, {self.num_ticks} ticks"
-        old = [
-            name
-            for name, address in zip(("producer", "consumer"), self.addresses, strict=True)
-            if address == OLD
+        roles = {
+            (1, 2): "1 producer, 2 consumers",
+            (2, 1): "2 producers, 1 consumer",
+            (2, 2): "each node in both roles",
+        }
+        parts = [
+            f"{self.num_requests} requests ({', '.join(ways)}), {self.num_faults} faults, {self.num_ticks} ticks",
+            f"{ranks} ranks" if self.spreads != (Spread(),) * len(self.spreads) else "",
+            roles.get((len(self.producers), len(self.consumers)), ""),
         ]
-        return (
-            limits
-            + (f", {ranks} ranks" if ranks != "1 to 1" else "")
-            + "".join(f", old {name}" for name in old)
-        )
+        for role, nodes in (("producer", self.producers), ("consumer", self.consumers)):
+            parts += [f"old {role}" for node in nodes if self.addresses[node] == OLD]
+        return ", ".join(filter(None, parts))
 
 
 class ExploredSimulation(Simulation):
@@ -139,42 +144,59 @@ class State:
             ("copy", world.num_reads),
         ):
             yield from ((kind, (index,)) for index in range(num))
-        producer, consumer = world.engines.values()
         yield from self._requests(bound)
-        if not producer.is_doomed and world.is_computing(PRODUCER):
-            yield "compute", (PRODUCER, 0)
-        if not consumer.is_doomed:
-            waiting = len(set(consumer.claims) - set(consumer.loads))
-            yield from (("load", (CONSUMER, index, 0)) for index in range(waiting))
+        for which in self._living(bound.producers):
+            if world.is_computing(which):
+                yield "compute", (which, 0)
+        for which in self._living(bound.consumers):
+            engine = self._engines[which]
+            waiting = len(set(engine.claims) - set(engine.loads))
+            yield from (("load", (which, index, 0)) for index in range(waiting))
         yield from self._ticks(bound)
         if self.spent["faults"] < bound.num_faults:
-            yield from (each for each in self._faults() if each[0] in bound.faults)
-        for index, engine in enumerate((producer, consumer)):
+            yield from (each for each in self._faults(bound) if each[0] in bound.faults)
+        for which, engine in enumerate(self._engines):
             if engine.is_doomed:
-                yield "kill", (index,)
+                yield "kill", (which,)
+
+    @property
+    def _engines(self) -> list[SimulatedEngine]:
+        return list(self.simulation.engines.values())
+
+    def _living(self, nodes: Sequence[int]) -> list[int]:
+        """Those of some nodes that are not down."""
+        return [which for which in nodes if not self._engines[which].is_doomed]
 
     def _requests(self, bound: Bound) -> Iterator[Choice]:
         world = self.simulation
-        producer, consumer = world.engines.values()
         may_begin = self.spent["requests"] < bound.num_requests
-        if not producer.is_doomed:
+        for which in self._living(bound.producers):
             # The request of a rendezvous comes to the producer, too, and is the same one.
-            kinds = [kind for kind in bound.offers if may_begin or world.is_awaited(PRODUCER, kind)]
-            yield from (("offer", (PRODUCER, kind)) for kind in kinds)
-        if bound.with_rendezvous and may_begin and not consumer.is_doomed:
+            kinds = [kind for kind in bound.offers if may_begin or world.is_awaited(which, kind)]
+            yield from (("offer", (which, kind)) for kind in kinds)
+        if bound.with_rendezvous and may_begin:
             sizes = sorted({kind % 3 for kind in bound.offers})
-            yield from (("meet", (CONSUMER, PRODUCER, size)) for size in sizes)
-        if not consumer.is_doomed:
-            yield from self.unclaimed()
+            for which, producer, size in product(self._living(bound.consumers), bound.producers, sizes):
+                if which != producer:
+                    yield "meet", (which, producer, size)
+        yield from self.unclaimed(bound)
 
-    def unclaimed(self) -> list[Choice]:
-        """Requests that may still arrive and name an offer."""
-        num = self.simulation.num_made
+    def unclaimed(self, bound: Bound) -> list[Choice]:
+        """Requests that may still arrive and name an offer, each at any consumer."""
+        return [each for each in self._claims(bound) if not self.spent[self._claims_of(each)]]
+
+    def _claims(self, bound: Bound) -> list[Choice]:
+        """Requests that name an offer, at any consumer but the node that made it."""
+        made, addresses = self.simulation.made, list(self.simulation.engines)
         return [
-            ("claim", (CONSUMER, index, 0))
-            for index in range(num)
-            if not self.spent[f"claims of {num - index}"]
+            ("claim", (which, index, 0))
+            for index, which in product(range(len(made)), self._living(bound.consumers))
+            if made[-1 - index].engine_id != addresses[which]
         ]
+
+    def _claims_of(self, claim: Choice) -> str:
+        """How `spent` counts the requests that name the same offer."""
+        return f"claims of {self.simulation.num_made - claim[1][1]}"
 
     def _ticks(self, bound: Bound) -> Iterator[Choice]:
         world = self.simulation
@@ -188,22 +210,27 @@ class State:
             if self.spent["faults"] < bound.num_faults and "late" in bound.faults:
                 yield from (("tick", (seconds, 1 << index)) for index in range(len(world.ranks)))
 
-    def _faults(self) -> Iterator[Choice]:
+    def _faults(self, bound: Bound) -> Iterator[Choice]:
         world = self.simulation
-        producer, consumer = world.engines.values()
-        if not producer.is_doomed:
-            yield from (("abort", (PRODUCER, index)) for index in range(len(producer.offers)))
-            if world.is_computing(PRODUCER):
-                yield "preempt", (PRODUCER, 0)
-            yield from (("give_up", (PRODUCER, index)) for index in range(world.num_made))
-        if not consumer.is_doomed:
-            yield from (("drop", (CONSUMER, index)) for index in range(len(consumer.claims)))
+        for which in self._living(bound.producers):
+            yield from (("abort", (which, index)) for index in range(len(self._engines[which].offers)))
+            if world.is_computing(which):
+                yield "preempt", (which, 0)
+            yield from (
+                ("give_up", (which, index))
+                for index in range(world.num_made)
+                if world.made[-1 - index].engine_id == self._engines[which].address
+            )
+        for which in self._living(bound.consumers):
+            yield from (("drop", (which, index)) for index in range(len(self._engines[which].claims)))
             if world.num_made:
-                yield from (
-                    ("claim", (CONSUMER, 0, change)) for change in (OTHER_EPOCH, OTHER_REQUEST, OTHER_PROMPT)
-                )
+                changes = (OTHER_EPOCH, OTHER_REQUEST, OTHER_PROMPT)
+                yield from (("claim", (which, 0, change)) for change in changes)
+        if len(bound.consumers) > 1:
+            # A router that has lost an answer asks another node.
+            yield from (each for each in self._claims(bound) if self.spent[self._claims_of(each)])
         yield from (("sever", args) for args in self._breaks())
-        for index, engine in enumerate((producer, consumer)):
+        for index, engine in enumerate(self._engines):
             if not engine.is_doomed:
                 sent = [end for rank in engine.ranks for end in rank.links.values()]
                 yield "crash", (index, False)
@@ -231,7 +258,8 @@ class State:
         name, args = choice
         world = self.simulation
         is_fault = name in ("abort", "preempt", "drop", "give_up", "sever", "crash", "change_weights")
-        is_fault |= (name == "tick" and args[1] != 0) or (name == "claim" and args[2] != 0)
+        is_fault |= name == "tick" and args[1] != 0
+        is_fault |= name == "claim" and (args[2] != 0 or self.spent[self._claims_of(choice)] > 0)
         self.spent["faults"] += is_fault
         # After any other fault, a handoff may have to wait for a deadline.
         is_ordered = name in ("abort", "preempt", "drop")
@@ -240,7 +268,7 @@ class State:
         if name == "meet" or (name == "offer" and not world.is_awaited(*args)):
             self.spent["requests"] += 1
         if name == "claim" and args[2] == 0:
-            self.spent[f"claims of {world.num_made - args[1]}"] += 1
+            self.spent[self._claims_of(choice)] = 1
         checked(world, partial(getattr(world, name), *args))
         if name == "offer" and world.made[-1].is_rendezvous:
             self.spent[f"claims of {world.num_made}"] += 1  # it was claimed before it was made
@@ -690,8 +718,8 @@ class Explorer:
     def _complete_at_once(self, state: State) -> None:
         """Let every request arrive; then each handoff ends although no time passes."""
         world = state.simulation
-        for claim in state.unclaimed():
-            state.take(claim)
+        while claims := state.unclaimed(self._bound):
+            state.take(claims[0])
         checked(world, world.settle)
         if self._is_new_end(state, b"at once"):
             checked(world, world.finish_at_once)
@@ -732,11 +760,20 @@ class Explorer:
         return Counterexample(broken.promise, steps, told, broken.args[0].partition("; ")[2])
 
 
+def three_nodes(num_requests: int, num_faults: int, num_ticks: int, **more: Any) -> Bound:
+    """Three nodes of one rank."""
+    addresses = ("sim://a", "sim://c", "sim://d")
+    return Bound(
+        num_requests, num_faults, num_ticks, (COMPUTED,), addresses=addresses, spreads=(Spread(),) * 3, **more
+    )
+
+
 #: Bounds that `make test` goes through, in seconds.
 SMALL = (
     Bound(1, 0, 1, (COMPUTED, EARLY, WITHDRAWN)),
     Bound(1, 0, 1, (COMPUTED,), with_rendezvous=True),
     Bound(1, 1, 0, (COMPUTED,)),
+    three_nodes(1, 0, 1, producers=(0,), consumers=(1, 2), with_rendezvous=True),
 )
 #: Bounds that `make prove-states` goes through, in minutes.
 LARGE = (
@@ -747,6 +784,11 @@ LARGE = (
     Bound(1, 1, 0, (COMPUTED,), addresses=(OLD, "sim://c")),
     Bound(1, 1, 0, (COMPUTED,), addresses=("sim://a", OLD)),
     Bound(1, 0, 0, (COMPUTED, EARLY), spreads=(Spread(2), Spread(1))),
+    three_nodes(1, 1, 0, producers=(0,), consumers=(1, 2)),
+    three_nodes(2, 0, 0, producers=(0,), consumers=(1, 2)),
+    three_nodes(2, 0, 0, producers=(0, 1), consumers=(2,)),
+    Bound(2, 0, 0, (COMPUTED,), producers=(0, 1), consumers=(0, 1)),
+    Bound(2, 1, 0, (COMPUTED,)),
 )
 
 
