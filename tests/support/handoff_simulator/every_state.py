@@ -788,7 +788,6 @@ LARGE = (
     three_nodes(2, 0, 0, producers=(0,), consumers=(1, 2)),
     three_nodes(2, 0, 0, producers=(0, 1), consumers=(2,)),
     Bound(2, 0, 0, (COMPUTED,), producers=(0, 1), consumers=(0, 1)),
-    Bound(2, 1, 0, (COMPUTED,)),
 )
 
 
