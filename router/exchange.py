@@ -322,6 +322,7 @@ class Exchange:
         self._explain = explain
         self._prefill_runs = self._decode_runs = False
         self._has_given = False  # the decode node has sent a token of its answer
+        self._has_said = False  # some node has sent more of an answer than its frame
         self._has_answer = False  # the prefill node was asked to load an earlier answer
         self._has_begun = False
         self._has_kept = False
@@ -534,6 +535,11 @@ class Exchange:
             own.append(event if raw is event.raw else Event(raw))
             actions += self._keep(params) if params is not None else []
         for event in own:
+            self._has_said = self._has_said or says_something(event)
+            if event.is_done and not self._has_said:
+                # A count of tokens that came with it is no longer true if another node answers.
+                frame = [each for each in sent if each.content.get("choices")]
+                return [*actions, *([Send(frame)] if frame else []), *self.decode_broke(_empty_end())]
             may_go_on = self._has_given or self._is_moving
             if self.beginning is not None and may_go_on and _ends_early(event):
                 moved = self.decode_broke(_early_end(event))
@@ -773,6 +779,29 @@ def _ends_early(event: Event) -> bool:
     is_error = b'"error"' in event.raw and "error" in event.content
     is_abort = b'"abort"' in event.raw and choice_of(event.content).get("finish_reason") == "abort"
     return is_error or is_abort
+
+
+def says_something(event: Event) -> bool:
+    """Whether an event has a part of an answer, or says why it ends. What is not known is taken for one."""
+    if event.is_done or event.raw.startswith(b":"):
+        return False  # the end, or a comment
+    choices = event.content.get("choices")
+    return not isinstance(choices, list) or not all(map(_is_empty, choices))
+
+
+def _is_empty(choice: Any) -> bool:
+    """Whether a choice is like that in which a chat's stream of vLLM says who speaks."""
+    if not isinstance(choice, dict) or choice.get("finish_reason") is not None or choice.get("token_ids"):
+        return False
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return not any(value for key, value in delta.items() if key != "role")
+    return choice.get("text") == ""
+
+
+def _empty_end() -> ApiError:
+    message = "the answer was lost before its first token: the node ended it without one; is it stopping?"
+    return ApiError(502, message, kind="server_error")
 
 
 def _early_end(event: Event) -> ApiError:

@@ -29,7 +29,7 @@ from ..web.tracing import NO_SPAN, current_span, traced_params
 from . import exchange as does
 from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
-from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
+from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer, says_something
 from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
@@ -681,11 +681,14 @@ def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
 
 
 def _require_not_aborted(node: UpstreamNode, answer: NodeAnswer) -> None:
-    """Check the beginning of an answer. A vLLM server that is stopping answers new requests 200 without a token, as aborted.
+    """Check the beginning of an answer. A vLLM server that is stopping answers 200 without a token: as aborted, or by a stream that
+    has its end and nothing else.
 
     Raises:
         NodeGoneError: The node aborted the request; another one may answer it.
     """
+    if answer.events and answer.events[-1].is_done and not any(map(says_something, answer.events)):
+        raise NodeGoneError(node, "ended the answer before its first token; is it stopping?", may_eject=False)
     if b'"abort"' not in answer.payload:
         return  # parsing each answer would take time
     if any(choice.get("finish_reason") == "abort" for choice in _choices(answer)):

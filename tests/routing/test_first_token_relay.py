@@ -282,7 +282,7 @@ async def test_a_whole_answer_comes_from_the_decode_node() -> None:
 @pytest.mark.parametrize("begin", [event("t9"), b"data: {}\n\ndata: half an ev"])
 async def test_a_decode_node_that_chose_another_token_continues_after_the_clients(begin: bytes) -> None:
     sent = asyncio.Event()
-    answers = iter([streamed(b"data: [DONE]\n\n"), streamed(begin, after=sent), stream_rest])
+    answers = iter([streamed(event("t9") + b"data: [DONE]\n\n"), streamed(begin, after=sent), stream_rest])
 
     async def answer(request: web.Request) -> web.StreamResponse:
         found: web.StreamResponse = await next(answers)(request)

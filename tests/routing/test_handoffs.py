@@ -186,7 +186,7 @@ async def test_the_producer_is_told_about_a_failed_handoff_before_the_answer_end
         headers = {"Content-Type": "text/event-stream", "X-KV-Transfer": "failed"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        await response.write(b'data: {"choices": []}\n\n')
+        await response.write(b'data: {"choices": [{"text": "t"}]}\n\n')
         await until(prefill.is_released)
         last = {"choices": [], "metrics": {"transfer": {"error": WHY}}}
         await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")

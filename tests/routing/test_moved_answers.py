@@ -273,6 +273,45 @@ async def test_a_request_that_a_node_fails_before_its_first_token_is_not_repeate
         assert await streamed(client) == "the engine died"
 
 
+FRAME = {"created": 77, "choices": [{"index": 0, "text": "", "finish_reason": None}]}
+CHAT_FRAME = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 0}}
+
+
+@dataclass
+class Stopping(Decode):
+    """A server of vLLM that is stopped before the first token: its stream ends well, with nothing in it."""
+
+    frame: tuple[dict[str, Any], ...] = ()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        raw = b"".join(Event.of(each).raw for each in self.frame) + b"data: [DONE]\n\n"
+        return web.Response(body=raw, content_type="text/event-stream")
+
+
+@pytest.mark.parametrize(
+    "frame", [(), (FRAME,), (USAGE,), (FRAME, USAGE)], ids=["", "frame", "usage", "both"]
+)
+async def test_an_answer_without_a_token_is_given_by_another_node(frame: tuple[dict[str, Any], ...]) -> None:
+    stopping, well = Stopping(frame=frame), Decode()
+    async with routed([Prefill()], [stopping, well]) as client:
+        assert await streamed(client) == WHOLE
+        assert await streamed(client) == WHOLE
+    assert stopping.asked
+
+
+@pytest.mark.parametrize("frame", [(), (FRAME,), (CHAT_FRAME,), (USAGE,)], ids=["", "frame", "chat", "usage"])
+async def test_an_answer_without_a_token_is_never_given_to_a_client(
+    frame: tuple[dict[str, Any], ...],
+) -> None:
+    body = {"prompt": "p", "stream": True, "temperature": 1.0}
+    async with routed([Prefill()], [Stopping(frame=frame)]) as client:
+        async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=body) as response:
+            payload = await response.text()
+    assert '"error"' in payload
+
+
 async def test_an_answer_moves_as_often_as_there_are_nodes() -> None:
     nodes = [Decode(2), Decode(2), Decode()]
     async with routed([Prefill()], nodes) as client:
