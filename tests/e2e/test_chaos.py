@@ -62,7 +62,7 @@ def test_random_faults(fleet: Fleet, single: Client, tmp_path: Path) -> None:
     samples = Path(os.environ.get("SOAK_SAMPLES", tmp_path / "samples.jsonl"))
     print(Soak(fleet, reference_engine(single), SEED, SECONDS, samples, GAP_S).run())
     found = read(samples)
-    assert plot(found).count("<polyline") >= len(fleet.services)
+    assert plot(found).count("<path") >= len(fleet.services)
     assert num_loads(found) > 0
     of_nodes = [sample for sample in found if not sample.service.startswith("router")]
     assert sum(sample.blocks is not None for sample in of_nodes) > len(of_nodes) / 4

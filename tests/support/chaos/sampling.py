@@ -180,12 +180,21 @@ def _diagram(
         yield f'<text x="{_LEFT - 5}" y="{y + 4:.0f}" text-anchor="end">{value:.3g}</text>'
         yield f'<line x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#d0d7de"/>'
     yield f'<text x="{right}" y="{bottom + 13:.0f}" text-anchor="end">{end_s / 60:.0f} min</text>'
+    paths: dict[str, list[str]] = defaultdict(list)
     for (service, _), line in lines.items():
-        points = " ".join(
-            f"{_LEFT + (right - _LEFT) * at_s / end_s:.0f},{bottom - _HEIGHT * value / highest:.0f}"
+        places = [
+            (round(_LEFT + (right - _LEFT) * at_s / end_s), round(bottom - _HEIGHT * value / highest))
             for at_s, value in line
-        )
-        yield f'<polyline points="{points}" fill="none" stroke="{colours[service]}" stroke-width="1"/>'
+        ]
+        # Most of a line is level, and needs its ends only.
+        corners = [
+            place
+            for before, place, after in zip([None, *places], places, [*places[1:], None], strict=False)
+            if before is None or after is None or not before[1] == place[1] == after[1]
+        ]
+        paths[service].append("M" + "L".join(f"{x},{y}" for x, y in corners))
+    for service, parts in paths.items():
+        yield f'<path d="{"".join(parts)}" fill="none" stroke="{colours[service]}"/>'
 
 
 def main(words: Sequence[str]) -> int:
