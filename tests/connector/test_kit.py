@@ -202,6 +202,7 @@ WITHOUT_COUNTERPART: dict[type[object], str] = {
     simulated.ReportsWithTheFirstPart: _ONE_RANK,
     simulated.DeliversToTheFirstRank: _ONE_RANK,
     simulated.ReleasesTheFirstRankOnly: _ONE_RANK,
+    simulated.PairsByTheNumberAlone: "the suite has one producer",
 }
 
 
