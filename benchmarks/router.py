@@ -184,7 +184,7 @@ async def ask_again_and_again(url: str, seconds: float) -> list[float]:
 
 
 async def stream(url: str, num_streams: int, seconds: float) -> tuple[int, list[float]]:
-    """Have so many streams at once. Returns the number of tokens, and the gaps between those of one stream, in seconds."""
+    """Run `num_streams` streams at once. Returns how many tokens came, and the gaps between tokens per stream, in seconds."""
     num_tokens = int(seconds / TOKEN_S)
     request = _request(url, num_tokens, stream=True)
     total, gaps = 0, list[float]()

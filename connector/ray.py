@@ -15,7 +15,7 @@ It is written against Ray 2.60, whose interface for backends is not public.
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Final
@@ -33,8 +33,11 @@ from .p2p.params import RENDEZVOUS, draw_offer_name, rendezvous_params
 __all__ = ["KvferryBackend", "register"]
 
 CONNECTOR: Final = "KvferryConnector"
-#: Prefill replicas whose places are kept; those that were chosen least recently are forgotten.
+#: Prefill replicas whose places are kept. The one that was learned first is forgotten first.
 MAX_PLACES: Final = 1024
+#: How long a place is believed, in seconds. In a rendezvous Ray shows no answer of the prefill replica, so nothing else would ever
+#: replace a place that is no longer true.
+PLACE_S: Final = 60.0
 #: Stands for the address of the replica's machine.
 NODE_IP: Final = "{node_ip}"
 _ENGINE: Final = "kvferry_engine_id"
@@ -57,7 +60,9 @@ class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
     def __init__(self, llm_config: Any) -> None:
         super().__init__(llm_config)
         self._engine_id = ""
-        self._places = OrderedDict[str, Mapping[str, Any]]()  # by engine: the params of its last answer
+        self._places: dict[
+            str, tuple[float, Mapping[str, Any]]
+        ] = {}  # by engine: until when, and an answer's params
 
     @property
     def concurrent_handoff(self) -> bool:
@@ -88,8 +93,9 @@ class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
         What the client has in `kv_transfer_params` is dropped: it could name another client's cache.
         """
         name = draw_offer_name()
-        place = self._places.get(str((peer or {}).get(_ENGINE)))
-        claim = None if place is None else rendezvous_params(name, place)
+        until, place = self._places.get((peer or {}).get(_ENGINE, ""), (0.0, {}))
+        claim = rendezvous_params(name, place) if time.monotonic() < until else None
+        # Also if there is none, because the task may have begun a rendezvous before.
         _claim.set(claim)
         shaped = request.model_copy(deep=True)
         shaped.kv_transfer_params = base_prefill_kv_transfer_params()
@@ -111,11 +117,11 @@ class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
             return shaped
         told = prefill_response.kv_transfer_params
         shaped.kv_transfer_params = told
-        if told and peer and (engine := str(peer.get(_ENGINE) or "")):
-            self._places[engine] = told
-            self._places.move_to_end(engine)
-            while len(self._places) > MAX_PLACES:
-                self._places.popitem(last=False)
+        if told and (engine := (peer or {}).get(_ENGINE)):
+            self._places.pop(engine, None)  # so that it is the latest
+            self._places[engine] = time.monotonic() + PLACE_S, told
+            if len(self._places) > MAX_PLACES:
+                del self._places[next(iter(self._places))]
         return shaped
 
 

@@ -127,7 +127,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="a folder or a name (default: kvferry's default model)")
     parser.add_argument("--prefills", type=int, default=1, help="prefill replicas (default: %(default)s)")
     parser.add_argument("--decodes", type=int, default=1, help="decode replicas (default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where vLLM computes (default: %(default)s)"
+    )
     parser.add_argument(
         "--transport",
         default="shm",
@@ -137,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=256, help="tokens per step (default: %(default)s)"
     )
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="port of the API (default: %(default)s)")
     parser.add_argument("--demo", action="store_true", help="compare with one engine, and end")
     return parser
 

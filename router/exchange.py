@@ -537,7 +537,8 @@ class Exchange:
         for event in own:
             self._has_said = self._has_said or says_something(event)
             if event.is_done and not self._has_said:
-                # A count of tokens that came with it is no longer true if another node answers.
+                # vLLM sends no chunk without a token, not even to say that it aborts. So this is no empty answer but a lost one, of which
+                # a count of tokens that came with it says nothing.
                 frame = [each for each in sent if each.content.get("choices")]
                 return [*actions, *([Send(frame)] if frame else []), *self.decode_broke(_empty_end())]
             may_go_on = self._has_given or self._is_moving

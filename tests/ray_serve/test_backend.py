@@ -9,7 +9,7 @@ import pytest
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 
 from kvferry.connector.p2p.params import parse_transfer_params
-from kvferry.connector.ray import CONNECTOR, MAX_PLACES, KvferryBackend
+from kvferry.connector.ray import CONNECTOR, MAX_PLACES, PLACE_S, KvferryBackend
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -93,6 +93,22 @@ def test_another_start_of_a_replica_is_another_replica(backend: KvferryBackend) 
     backend.prepare_decode_request(request=request(), peer=PEER, prefill_response=answer())
     backend.prepare_prefill_request(request=request(), peer={"kvferry_engine_id": "p-2"})
     assert not backend.concurrent_handoff
+
+
+def test_a_place_is_learned_again_after_a_while(
+    backend: KvferryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("kvferry.connector.ray.time.monotonic", lambda: now[0])
+    backend.prepare_decode_request(request=request(), peer=PEER, prefill_response=answer())
+    now[0] += PLACE_S - 1
+    shaped(backend)
+    now[0] += 1
+    backend.prepare_prefill_request(request=request(), peer=PEER)
+    assert not backend.concurrent_handoff
+    moved = answer(remote_addresses=["shm://@q"])
+    backend.prepare_decode_request(request=request(), peer=PEER, prefill_response=moved)
+    assert shaped(backend)[1]["remote_addresses"] == ["shm://@q"]
 
 
 @pytest.mark.parametrize(

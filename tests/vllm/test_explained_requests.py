@@ -32,7 +32,7 @@ QUEUE, PROMPT, CACHE, STEP = "queue", "prompt", "cache, what the prompt did not 
 
 @dataclass(frozen=True)
 class Explained:
-    """A request through the router, and what was told of it.
+    """A request through the router, and the account that `kvferry explain` gives of it.
 
     Attributes:
         ttft_s: The time until its first token, by the client.
