@@ -102,6 +102,7 @@ class Router:
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
             pool.on_ended = self._process_ended
+            pool.on_occupancy = self._fleet.note_all
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         self._metrics.followed_nodes.set_function(lambda: self._follower.num_followed)
         services = self._services = Services(

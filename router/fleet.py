@@ -22,6 +22,7 @@ from .placement import (
     choose,
 )
 from .prefixes import Prefixes
+from .states import Occupancy
 from .ways import size_in_tokens
 
 Mode = Literal["auto", "never", "always"]
@@ -57,6 +58,10 @@ class Fleet:
                 del self._loads[next(iter(self._loads))]
             self._loads[url] = NodeLoad(url, self._pace)
         return self._loads[url]
+
+    def note_all(self, url: str, occupancy: Occupancy) -> None:
+        """Note what a node says that it has to do for all its clients."""
+        self.load(url).note_all(occupancy.num_running, occupancy.num_waiting)
 
     def handover(self, prefill: NodeLoad, decode: NodeLoad) -> Rate:
         """Return what handing over has taken between two nodes, in seconds per token."""
@@ -175,7 +180,7 @@ class Progress:
             self._fleet.prefixes.add(self.keys, url, self._marks[url])
         spare_s = self.choice.spare_s if self.choice is not None else 0.0
         self._answer = load, Work(0, now, spare_s)
-        load.answers[self._answer[1]] = None
+        load.answer_began(self._answer[1])
 
     def tokens_came(self, num: int) -> None:
         """Note tokens of the answer that came together."""

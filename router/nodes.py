@@ -110,6 +110,7 @@ class UpstreamNode:
         num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of it again.
         kv_events: Where the node publishes what its prefix cache stores and removes, in its own words. Empty if it does not.
         on_ended: Called with the URL when the node's process has ended.
+        on_occupancy: Called with the URL and the load that the node reported.
         leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
     """
 
@@ -131,6 +132,7 @@ class UpstreamNode:
         self.kv_role = ""
         self.models: frozenset[str] = frozenset()
         self.on_ended: Callable[[str], None] = lambda url: None
+        self.on_occupancy: Callable[[str, Occupancy], None] = lambda url, occupancy: None
         self.leaves = asyncio.Event()
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
@@ -277,8 +279,10 @@ class UpstreamNode:
         """
         self.occupancy = occupancy
         # Of a node that does both, this also counts what the router sent it in the other role. No policy chooses between such
-        # nodes: their placement does.
+        # nodes: their placement does, which counts for itself.
         self.num_others = max(0, occupancy.num_requests - in_flight) if occupancy is not None else 0
+        if occupancy is not None:
+            self.on_occupancy(self.url, occupancy)
 
     def note_answered(self) -> None:
         """Note a request that the node answered to its end."""
@@ -434,6 +438,7 @@ class NodePool:
         policy: See above.
         on_forgotten: Called with the URL of a node that is no longer in the pool.
         on_ended: Called with the URL of a node whose process has ended, or that is no longer in the pool.
+        on_occupancy: Called with the URL of a node and the load that it reported.
     """
 
     def __init__(
@@ -448,6 +453,7 @@ class NodePool:
         self.policy = policy or LeastLoaded()
         self.on_forgotten: Callable[[str], None] = lambda url: None
         self.on_ended: Callable[[str], None] = lambda url: None
+        self.on_occupancy: Callable[[str, Occupancy], None] = lambda url, occupancy: None
         self._ejection = ejection
         self._contributions = Contributions()
         self._nodes: dict[str, UpstreamNode] = {}
@@ -488,6 +494,7 @@ class NodePool:
             else:
                 node = self._nodes[url] = UpstreamNode(self.role, url, self._ejection)
                 node.on_ended = lambda url: self.on_ended(url)
+                node.on_occupancy = lambda url, occupancy: self.on_occupancy(url, occupancy)
                 if source != OPTION:
                     logger.info("added %s node %s: the source %r names it", self.role, url, source)
                 self._start_watching(node)

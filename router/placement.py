@@ -177,6 +177,11 @@ class Pace:
         self._latest_at = now
 
     @property
+    def mean_tokens(self) -> float:
+        """Tokens to compute of a prompt that was asked for lately."""
+        return self._num_tokens / self._num if self._num else 0.0
+
+    @property
     def is_known(self) -> bool:
         return self._has_prompts and self._has_steps
 
@@ -218,6 +223,7 @@ class NodeLoad:
         prompt: Seconds per prompt, by the number of tokens that are computed. Until one was measured, that of `pace`.
         step: Seconds per token of an answer while no prompt is computed there, by the number of answers. As with `prompt`.
         queue_s: Until it has computed the prompts that it has.
+        num_other_prompts, num_other_answers: Those of other routers' requests, at the latest check.
     """
 
     url: str
@@ -228,6 +234,11 @@ class NodeLoad:
     prompt: Line = field(init=False)
     step: Line = field(init=False)
     queue_s: float = 0.0
+    num_other_prompts: int = 0
+    num_other_answers: int = 0
+    # The most requests that it had of this router since the latest check. One that came or ended during a check must not look
+    # like another router's.
+    _most_requests: int = 0
     _num_waiting: int = 0  # tokens of its prompts
     _done_at: float = 0.0  # when it had computed its latest prompt
     # Prompts that it was sent lately, the seconds that they take, and when the latest was sent.
@@ -238,9 +249,28 @@ class NodeLoad:
     def __post_init__(self) -> None:
         self.prompt, self.step = self.pace.prompt, self.pace.step
 
+    @property
+    def num_requests(self) -> int:
+        """How many of this router's requests it works on."""
+        return len(self.prompts) + len(self.answers)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that it is giving, other routers' included."""
+        return len(self.answers) + self.num_other_answers
+
+    def note_all(self, num_running: int, num_waiting: int) -> None:
+        """Note what the node says that it has to do for all its clients. What is not this router's is other routers'."""
+        num_others = max(0, num_running + num_waiting - self._most_requests)
+        self._most_requests = self.num_requests
+        self.num_other_prompts = min(num_others, max(0, num_waiting - len(self.prompts)))
+        self.num_other_answers = num_others - self.num_other_prompts
+        self._estimate_queue()
+
     def prompt_asked(self, prompt: Work) -> None:
         """Note a prompt that it is to compute."""
         self.prompts[prompt] = None
+        self._most_requests = max(self._most_requests, self.num_requests)
         self.pace.prompt_asked(prompt.num_tokens, prompt.at)
         self._num_waiting += prompt.num_tokens
         self._estimate_queue()
@@ -253,7 +283,7 @@ class NodeLoad:
         """Return the seconds until it has computed the prompts that it has, of which it has computed the first for a while."""
         first = next(iter(self.prompts), None)
         if first is None:
-            return 0.0
+            return self.queue_s  # that of other routers' prompts
         computed_s = max(0.0, now - max(first.at, self._done_at))
         return self.queue_s - min(computed_s, self.prompt.at(first.num_tokens))
 
@@ -263,6 +293,11 @@ class NodeLoad:
         # Less one, so that a conversation does not take its own turns for those of others.
         num = max(0.0, self._recent * fading - 1)
         return num / RECENT_S, self._recent_s / self._recent if self._recent else 0.0
+
+    def answer_began(self, answer: Work) -> None:
+        """Note an answer that it is giving."""
+        self.answers[answer] = None
+        self._most_requests = max(self._most_requests, self.num_requests)
 
     def prompt_ended(self, prompt: Work, now: float, *, is_computed: bool) -> None:
         """Note that a prompt is computed, or given up."""
@@ -282,18 +317,19 @@ class NodeLoad:
     def _estimate_queue(self) -> None:
         # Here and not when it is asked for, because every choice asks every node.
         self.queue_s = len(self.prompts) * self.prompt.start + self._num_waiting * self.prompt.slope
+        self.queue_s += self.num_other_prompts * self.prompt.at(self.pace.mean_tokens)
 
     def tokens_came(self, answer: Work, now: float, num_tokens: int) -> None:
         """Note tokens of an answer that came together. Their time is not that of steps if prompts were computed meanwhile."""
         seconds, answer.at = now - answer.at, now
         if math.isfinite(seconds):
-            answer.spare_s -= seconds - num_tokens * self.step.at(len(self.answers))
+            answer.spare_s -= seconds - num_tokens * self.step.at(self.num_answers)
         if not self.prompts:
             if self.step is self.pace.step:
                 self.step = _own(self.step, SECONDS_PER_STEP, GUESSED_STEPS)
-                self.step.rescale(len(self.answers), seconds / num_tokens)
-            self.step.add(len(self.answers), seconds / num_tokens)
-            self.pace.step_measured(len(self.answers), seconds / num_tokens)
+                self.step.rescale(self.num_answers, seconds / num_tokens)
+            self.step.add(self.num_answers, seconds / num_tokens)
+            self.pace.step_measured(self.num_answers, seconds / num_tokens)
 
     def num_delayed(self, seconds: float, now: float) -> float:
         """Return how many answers would become late if a prompt that takes so long came after those that it has."""
@@ -468,13 +504,16 @@ def _for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[N
     """Return the nodes at which an answer would be in the way: as many as prompts keep busy, those with the fewest answers.
 
     Without them answers spread over all nodes, because each is best given where there are few, and then every prompt pauses some.
+    Other routers' prompts are taken to be to theirs as many as this router's are to its own requests.
     """
     if len(nodes) < MIN_NODES_WITH_ROLES or not (pace := nodes[0].pace).is_known:
         return set()
-    step, prompts = pace.step, pace.demand(now)
+    num_own = sum(node.num_requests for node in nodes)
+    num_others = sum(node.num_other_prompts + node.num_other_answers for node in nodes)
+    step, prompts = pace.step, pace.demand(now) * (1 + num_others / num_own if num_own else 1.0)
     itl_limit_s = limits.itl_s or PATIENCE * step.at(1)
     num_each = max(1.0, (SURELY_KEPT * itl_limit_s - step.start) / max(step.slope, MIN_S))
-    num_answers = [len(node.answers) + len(node.coming) for node in nodes]
+    num_answers = [node.num_answers + len(node.coming) for node in nodes]
     answers = sum(num_answers) / num_each
     # If there is more to do than the nodes can, both kinds of work get their share.
     share = prompts / (prompts + answers) if prompts else 0.0
@@ -490,7 +529,7 @@ def _least(nodes: Sequence[NodeLoad], seconds: Sequence[float]) -> dict[NodeLoad
 
 def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
     """Return what the prompt would take and add if this node computed it, and what the answer would if it gave it."""
-    num_answers, prompt, step = len(node.answers), node.prompt, node.step
+    num_answers, prompt, step = node.num_answers, node.prompt, node.step
     num_missing = ask.num_tokens - ask.cached.get(node.url, 0)
     prompt_s = prompt.start + prompt.slope * num_missing
     steps_s = step.start + step.slope * (2 * num_answers + 1)
@@ -500,7 +539,7 @@ def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
 
 def _steps_s(ask: Ask, node: NodeLoad) -> float:
     """What the steps of an answer take, and what it adds to those of the node's other answers."""
-    num_answers, step = len(node.answers), node.step
+    num_answers, step = node.num_answers, node.step
     return ask.num_steps * (step.at(num_answers + 1) + num_answers * step.slope)
 
 
@@ -533,13 +572,13 @@ def _rated(
     now: float,
 ) -> Choice:
     prefill, wait_s, prompt_s, num_delayed = prompt
-    step_s = decode.step.at(len(decode.answers) + 1)
+    step_s = decode.step.at(decode.num_answers + 1)
     is_local = prefill is decode
     handover_s = 0.0 if is_local else HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
     # Computing a prompt gives the first token. After a handover, the decode node takes a step for it.
     ttft_s = wait_s + prompt_s + handover_s + (0.0 if is_local else step_s)
     # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts of its own node.
-    others_s = len(prefill.answers) * prompt_s
+    others_s = prefill.num_answers * prompt_s
     pause_s = 0.0 if is_local else max(0.0, decode.wait_s(now) - ttft_s)
     num_steps = ask.num_steps
     ttft_limit_s, itl_limit_s = limits.ttft_s, limits.itl_s

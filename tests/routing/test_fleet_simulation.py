@@ -20,7 +20,7 @@ from kvferry.router.placement import Limits
 from kvferry.sizing.costs import Costs
 from kvferry.sizing.loads import Arrival, arrivals_of
 from kvferry.sizing.simulation import Chosen, FleetSimulation, Outcome, fixed_roles, least_load
-from tests.support.fleet_simulator import best_known, fixed_ways, goodput, routed
+from tests.support.fleet_simulator import SharedFleet, best_known, fixed_ways, goodput, routed
 
 FIGURES: Mapping[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "benchmarks" / "fleet_figures.py")
@@ -91,6 +91,32 @@ def test_eight_nodes_are_used_as_well_as_by_the_best_split(
     best = max(goodput(FleetSimulation(requests, [costs] * 8, way).run(), costs) for way in ways)
     ours = goodput(FleetSimulation(requests, [costs] * 8, fleet=routed()).run(), costs)
     assert ours >= share * best
+
+
+@pytest.mark.parametrize(
+    ("load", "intensity", "costs", "gain", "share"),
+    [
+        ("long-prompts", 1.0, CPU, 1.2, 0.55),
+        ("interference", 1.0, CPU, 1.15, 0.7),
+        ("short-answers", 0.7, CPU, 1.0, 0.75),
+        # A second between two checks is long for such nodes.
+        ("long-prompts", 1.5, GPU, 0.95, 0.9),
+        ("short-answers", 1.5, GPU, 0.95, 0.9),
+    ],
+)
+def test_routers_that_share_nodes_count_each_others_requests(
+    load: str, intensity: float, costs: Costs, gain: float, share: float
+) -> None:
+    def rate(num_routers: int, *, is_told: bool) -> float:
+        return statistics.fmean(
+            goodput(SharedFleet(requests, [costs] * 8, num_routers, is_told=is_told).run(), costs)
+            for requests in (arrivals(load, seed, intensity, costs, 8, 400) for seed in range(2))
+        )
+
+    one, four, blind = rate(1, is_told=True), rate(4, is_told=True), rate(4, is_told=False)
+    assert one >= 0.98 * rate(1, is_told=False)
+    assert four >= gain * blind
+    assert four >= share * one
 
 
 def test_all_nodes_are_used_if_they_are_faster_than_the_first_guess() -> None:

@@ -61,6 +61,30 @@ def test_a_request_goes_to_the_node_with_less_to_do() -> None:
     assert chosen(Ask(20, 64), loads).is_local
 
 
+@pytest.mark.parametrize(("num_running", "num_waiting"), [(0, 3), (8, 0)])
+def test_a_request_goes_to_the_node_with_less_to_do_for_other_routers(
+    num_running: int, num_waiting: int
+) -> None:
+    busy, idle = loads = nodes(2)
+    compute(idle, 20)
+    busy.note_all(num_running, num_waiting)
+    idle.note_all(1, 0)
+    assert chosen(Ask(20, 64), loads).decode is idle
+    busy.note_all(0, 0)
+    assert chosen(Ask(20, 64), loads).decode is busy
+
+
+def test_requests_that_came_or_ended_during_a_check_are_no_other_routers() -> None:
+    (load,) = nodes(1)
+    prompt = Work(20, 0.0)
+    load.prompt_asked(prompt)
+    load.prompt_ended(prompt, 0.1, is_computed=True)
+    load.note_all(1, 0)
+    assert load.num_answers == 0
+    load.note_all(1, 0)
+    assert load.num_answers == 1
+
+
 def test_a_long_prompt_keeps_away_from_answers_that_it_would_hold_up() -> None:
     answering, computing = loads = nodes(2)
     answer(answering, 3)

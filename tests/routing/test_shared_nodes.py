@@ -95,6 +95,15 @@ async def test_requests_go_to_the_nodes_that_others_have_left_idle() -> None:
     assert counts["idle"] >= 6 > counts["busy"]
 
 
+async def test_nodes_that_do_both_are_chosen_by_what_all_routers_sent_them() -> None:
+    nodes = [Node(load(8, 2)), Node(load(0)), Node(load(8, 2))]
+    async with routed([], nodes, does_both=True) as client:
+        for _ in range(6):
+            async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 1}) as answer:
+                assert answer.status == 200
+    assert [len(node.asked) for node in nodes] == [0, 6, 0]
+
+
 @pytest.mark.parametrize(("in_flight", "num_others"), [(0, 5), (3, 2), (7, 0)])
 def test_requests_of_this_router_count_once(in_flight: int, num_others: int) -> None:
     """They are among those that the node states."""

@@ -1,4 +1,6 @@
-"""What tests compare the router's placement with, in `kvferry.sizing.simulation`: fixed ways, and one that knows the future."""
+"""What tests compare the router's placement with, in `kvferry.sizing.simulation`: fixed ways, one that knows the future, and
+several routers that share the nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.router.fleet import Fleet
 from kvferry.router.placement import Limits
+from kvferry.router.states import Occupancy
 from kvferry.sizing.costs import Costs
 from kvferry.sizing.loads import Arrival
 from kvferry.sizing.simulation import Chosen, FleetSimulation, Outcome, Way, fixed_roles, least_load
@@ -61,6 +64,44 @@ def best_known(
         if (rated := rate(changed)) >= highest:
             best, highest = changed, rated
     return highest
+
+
+class SharedFleet(FleetSimulation):
+    """A run in which several routers take the requests in turn.
+
+    Args:
+        is_told: At each check, a router learns what a node has to do for all of them. Otherwise it knows of its own requests only.
+        check_s: Seconds between two checks.
+    """
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        costs: Sequence[Costs],
+        num_routers: int,
+        *,
+        is_told: bool = True,
+        check_s: float = 1.0,
+    ) -> None:
+        super().__init__(arrivals, costs)
+        self._fleets = [routed()(lambda: self.now) for _ in range(num_routers)]
+        self._check_s = check_s
+        if is_told:
+            for number, fleet in enumerate(self._fleets):
+                self._at(check_s * (number + 0.5) / num_routers, self._check, fleet)
+
+    def _arrive(self, number: int) -> None:
+        self._fleet = self._fleets[number % len(self._fleets)]
+        super()._arrive(number)
+
+    def _check(self, fleet: Fleet) -> None:
+        for url, node in zip(self.urls, self.nodes, strict=True):
+            # As at a node of vLLM, the prompts behind the first one wait.
+            num_waiting = len(node.waiting) + max(0, len(node.prompts) - 1)
+            num_running = len(node.answers) + min(1, len(node.prompts))
+            fleet.note_all(url, Occupancy(num_running, num_waiting, 0.0))
+        if len(self.outcomes) < len(self.arrivals):
+            self._at(self.now + self._check_s, self._check, fleet)
 
 
 def routed(limits: Limits | None = None) -> Callable[[Callable[[], float]], Fleet]:
