@@ -316,7 +316,7 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
             stages.rank_in_group,
             _num_layers(pool, stages),
             epoch,
-            model_identity(vllm_config, has_draft=bool(pool.draft_layers)),
+            model_identity(vllm_config, has_draft=bool(pool.draft_layers), by_name=options.weights_by_name),
         ),
         pool,
         create_transport(options.transport, options.transport_options),

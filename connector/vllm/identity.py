@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...transports.errors import ConfigurationError
 from ..config import ModelIdentity
 from ..identity.digest_cache import DigestCache
 from ..identity.model import (
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 #: What the keys and values that a draft model computes for a prompt depend on, of vLLM's `speculative_config`.
 _DRAFT_SETTINGS = ("method", "parallel_drafting", "use_heterogeneous_vocab")
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONSOLIDATED = "consolidated*.safetensors"
 #: `load_format` → the files that vLLM reads, where they are not the usual ones.
 _PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
@@ -36,33 +39,34 @@ _PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
 
 
 def model_identity(
-    vllm_config: Any, cache: DigestCache | None = None, *, has_draft: bool = False
+    vllm_config: Any, cache: DigestCache | None = None, *, has_draft: bool = False, by_name: bool = False
 ) -> ModelIdentity:
     """Hash the model's files where vLLM has them: a local folder or file, or a snapshot of the Hugging Face cache.
 
-    Nothing is fetched. Without files the model's name stands for the weights, and a warning says so. A draft model has a
-    digest of its own, because peers may have another one or none.
+    Nothing is fetched. Without files, a repository and a commit stand for the weights, because a commit never changes. A draft
+    model has a digest of its own, because peers may have another one or none.
 
     Args:
         cache: Where digests of files are kept; by default the user's.
         has_draft: Whether there is a draft model with a cache of its own.
+        by_name: Without files and without a commit, the model's name stands for the weights, and a warning says so.
 
     Raises:
-        ConfigurationError: a file cannot be read; vLLM does not start.
+        ConfigurationError: a file cannot be read, or nothing but a name tells which weights they are; vLLM does not start.
     """
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
     tokenizer = _tokenizer_folder(model, load)
-    weights = _weights(model, load, cache)
+    weights = _weights(model, load, cache, by_name=by_name)
     return ModelIdentity(
         weights=weights,
         configuration=_configuration(model, load),
-        draft=_draft(vllm_config, weights, cache) if has_draft else "",
+        draft=_draft(vllm_config, weights, cache, by_name=by_name) if has_draft else "",
         tokenizer=tokenizer_digest(tokenizer) if tokenizer is not None else "",
         chat_template=chat_template_digest(tokenizer) if tokenizer is not None else "",
     )
 
 
-def _draft(vllm_config: Any, weights: str, cache: DigestCache | None) -> str:
+def _draft(vllm_config: Any, weights: str, cache: DigestCache | None, *, by_name: bool) -> str:
     """Hash what a draft model's cache depends on, apart from the target model.
 
     Args:
@@ -71,7 +75,9 @@ def _draft(vllm_config: Any, weights: str, cache: DigestCache | None) -> str:
     settings, load = vllm_config.speculative_config, vllm_config.load_config
     draft = settings.draft_model_config
     content = {
-        "weights": weights if draft.model == vllm_config.model_config.model else _weights(draft, load, cache),
+        "weights": weights
+        if draft.model == vllm_config.model_config.model
+        else _weights(draft, load, cache, by_name=by_name),
         "configuration": _configuration(draft, load),
         **{key: getattr(settings, key, None) for key in _DRAFT_SETTINGS},
     }
@@ -79,8 +85,8 @@ def _draft(vllm_config: Any, weights: str, cache: DigestCache | None) -> str:
 
 
 def weights_of_files(vllm_config: Any) -> str:
-    """Hash the weight files that vLLM loaded last, as `model_identity` does at the start."""
-    return _weights(vllm_config.model_config, getattr(vllm_config, "load_config", None), None)
+    """Hash the weight files that vLLM loaded last, as `model_identity` does at the start, where a name was enough or not needed."""
+    return _weights(vllm_config.model_config, getattr(vllm_config, "load_config", None), None, by_name=True)
 
 
 def model_name(model: Any) -> str:
@@ -89,7 +95,7 @@ def model_name(model: Any) -> str:
     return f"{name}@{revision}" if revision else str(name)
 
 
-def _weights(model: Any, load: Any, cache: DigestCache | None) -> str:
+def _weights(model: Any, load: Any, cache: DigestCache | None, *, by_name: bool) -> str:
     load_format = str(getattr(load, "load_format", "auto"))
     if load_format == "dummy":
         return f"dummy with seed {getattr(model, 'seed', None)}"
@@ -102,13 +108,23 @@ def _weights(model: Any, load: Any, cache: DigestCache | None) -> str:
         files = find_weight_files(place, _PATTERNS_OF_FORMAT.get(load_format, WEIGHT_PATTERNS))
     if files:
         return weights_digest(files, cache)
+    name = model_name(model)
+    # In an object store's place a revision means nothing, and a branch or a tag may name other weights tomorrow.
+    if not getattr(model, "model_weights", "") and _COMMIT.fullmatch(getattr(model, "revision", None) or ""):
+        return name
+    if not by_name:
+        raise ConfigurationError(
+            f"cannot tell whether peers have the weights of {name!r}: vLLM loaded no file that is on this machine "
+            f"(load_format={load_format!r}). Give --revision with a commit, or, if all nodes surely load the same weights, "
+            'set "weights_by_name": true in kv_connector_extra_config',
+            key="weights_by_name",
+            value=False,
+        )
     logger.warning(
-        "the weights of %r are not compared with those of peers: vLLM loaded no file that is on this machine "
-        "(load_format=%r); the model's name is compared instead, so give both nodes the same weights",
-        model_name(model),
-        load_format,
+        "the weights of %r are not compared with those of peers, as weights_by_name asks for: their name is compared instead",
+        name,
     )
-    return f"not compared: {model_name(model)}"
+    return f"not compared: {name}"
 
 
 def _configuration(model: Any, load: Any) -> str:

@@ -37,8 +37,8 @@ def _config(model: object, load_format: str = "auto", draft: Any = None, **setti
     )
 
 
-def _parts(config: Any, *, has_draft: bool = False) -> dict[str, str]:
-    return asdict(model_identity(config, DigestCache(None), has_draft=has_draft))
+def _parts(config: Any, *, has_draft: bool = False, by_name: bool = False) -> dict[str, str]:
+    return asdict(model_identity(config, DigestCache(None), has_draft=has_draft, by_name=by_name))
 
 
 def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -107,14 +107,44 @@ def test_a_snapshot_of_the_hub_is_found_without_a_network(
     assert _parts(config) == _parts(_config(tiny))
 
 
-@pytest.mark.parametrize("model", ["some/model", "s3://bucket/model"])
-def test_without_files_the_name_is_compared_and_a_warning_says_so(
-    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = _config(model, revision="abc")
+#: Models without files: what of them names their weights.
+_ELSEWHERE = [
+    {"model": "some/model", "revision": None},
+    {"model": "some/model", "revision": "v1.0"},
+    {"model": "s3://bucket/model"},
+    # Of a model in an object store vLLM has the configuration on this machine.
+    {"model": "CONFIGURATION", "model_weights": "s3://bucket/model", "revision": "a" * 40},
+]
+
+
+@pytest.fixture(params=_ELSEWHERE, ids=str)
+def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    fields = dict(request.param)
+    model = fields.pop("model").replace("CONFIGURATION", str(tmp_path))
+    config = _config(model, "runai_streamer", **fields)
     config.load_config.download_dir = str(tmp_path)
-    parts = _parts(config)
-    assert parts["weights"] == f"not compared: {model}@abc"
+    return config
+
+
+def test_a_commit_names_weights_that_are_not_here(tmp_path: Path) -> None:
+    config = _config("some/model", "runai_streamer", revision="a" * 40)
+    config.load_config.download_dir = str(tmp_path)
+    assert _parts(config)["weights"] == f"some/model@{'a' * 40}"
+
+
+def test_a_name_alone_is_refused(elsewhere: Any) -> None:
+    with pytest.raises(ConfigurationError, match="weights_by_name") as error:
+        _parts(elsewhere)
+    assert error.value.key == "weights_by_name"
+    assert "--revision" in str(error.value)
+    assert "runai_streamer" in str(error.value)
+
+
+def test_a_name_is_compared_if_a_user_says_so_and_a_warning_repeats_it(
+    elsewhere: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = _parts(elsewhere, by_name=True)
+    assert parts["weights"].startswith("not compared: ")
     assert (parts["tokenizer"], parts["chat_template"]) == ("", "")
     (record,) = [record for record in caplog.records if record.name.startswith("kvferry")]
     assert (record.levelname, "are not compared" in record.message) == ("WARNING", True)
