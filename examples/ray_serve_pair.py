@@ -43,8 +43,14 @@ CPU_ENVIRONMENT = {
 DEMO_CPUS = 16
 
 
-def config_of(options: argparse.Namespace, num_replicas: int = 1, *, is_pair: bool = True) -> LLMConfig:
-    """Return the configuration of one deployment."""
+def config_of(
+    options: argparse.Namespace, num_replicas: int = 1, *, is_pair: bool = True, resource: str = ""
+) -> LLMConfig:
+    """Return the configuration of one deployment.
+
+    Args:
+        resource: Its replicas run on machines that have this resource of Ray. Empty: on any.
+    """
     engine: dict[str, Any] = {
         "max_model_len": options.max_model_len,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -60,15 +66,18 @@ def config_of(options: argparse.Namespace, num_replicas: int = 1, *, is_pair: bo
         model_loading_config={"model_id": "model", "model_source": options.model},
         deployment_config={"num_replicas": num_replicas},
         engine_kwargs=engine,
+        placement_group_config={"bundles": [{"CPU": 1, resource: 1}]} if resource else None,
         **more,
     )
 
 
-def deploy_pair(options: argparse.Namespace, num_prefills: int, num_decodes: int) -> None:
+def deploy_pair(
+    options: argparse.Namespace, num_prefills: int, num_decodes: int, *, decode_resource: str = ""
+) -> None:
     """Deploy the pair at `/pair`, or change its numbers of replicas, and wait until it is so."""
     configs = {
         "prefill_config": config_of(options, num_prefills),
-        "decode_config": config_of(options, num_decodes),
+        "decode_config": config_of(options, num_decodes, resource=decode_resource),
     }
     serve.run(build_pd_openai_app(configs), name="pair", route_prefix="/pair")
 

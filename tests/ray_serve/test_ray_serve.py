@@ -2,52 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator
 from itertools import islice
 
 import pytest
 
-from tests.support.ray_serving import Serving
+from tests.support.ray_serving import Serving, prompts, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
-
-WORDS = [
-    "A",
-    "ferry",
-    "takes",
-    "what",
-    "others",
-    "have",
-    "packed;",
-    "it",
-    "does",
-    "not",
-    "open",
-    "the",
-    "boxes,",
-    "and",
-    "the",
-    "river",
-    "is",
-    "wide",
-    "today.",
-]
-SOON_S = 90.0
-
-
-def prompts(seed: int, num_words: int = 80) -> Iterator[str]:
-    dice = random.Random(seed)
-    while True:
-        yield " ".join(dice.choice(WORDS) for _ in range(num_words))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SOON_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.5)
 
 
 def test_answers_are_those_of_one_engine(serving: Serving) -> None:

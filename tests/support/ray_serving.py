@@ -1,12 +1,16 @@
-"""Ray Serve on this machine: a prefill and a decode deployment with kvferry, and a deployment of one engine without it."""
+"""Ray Serve on this machine: a prefill and a decode deployment with kvferry, and a deployment of one engine without it.
+
+Ray takes the machine for two: each of its raylets counts as one. Decode replicas run on the second one only.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
+import random
 import re
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +24,9 @@ from kvferry.connector.ray import register
 from kvferry.reference.demo.launcher import free_port
 from kvferry.reference.engine.default_model import default_model_folder
 
+#: A resource that only the second raylet has.
+DECODE = "decode_machine"
+
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -28,6 +35,30 @@ os.environ |= {
     # By default all that Ray starts is of a lower priority than the rest of the machine.
     "RAY_worker_niceness": "0",
 }
+
+
+WORDS = [
+    "A",
+    "ferry",
+    "takes",
+    "what",
+    "others",
+    "have",
+    "packed;",
+    "it",
+    "does",
+    "not",
+    "open",
+    "the",
+    "boxes,",
+    "and",
+    "the",
+    "river",
+    "is",
+    "wide",
+    "today.",
+]
+SOON_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -45,23 +76,36 @@ class App:
         return ask(self.url, prompt, 8, **fields)
 
 
-@dataclass(frozen=True)
 class Serving:
-    """Both applications.
+    """Both applications, and the cluster in which they run. `start` starts them.
 
     Attributes:
         pair: The pair of deployments.
         alone: One engine.
     """
 
-    options: argparse.Namespace
-    cluster: Cluster
-    pair: App
-    alone: App
+    def __init__(self, cluster: Cluster, port: int) -> None:
+        self.pair, self.alone = App(f"http://127.0.0.1:{port}/pair"), App(f"http://127.0.0.1:{port}/alone")
+        self._options = make_parser().parse_args(["--model", str(default_model_folder()), "--device", "cpu"])
+        self._cluster = cluster
+        self._decode_raylet = self._add_raylet()
 
-    def scale(self, *, num_prefills: int, num_decodes: int) -> None:
-        """Deploy the pair again, with other numbers of replicas, and wait until it is so."""
-        deploy_pair(self.options, num_prefills, num_decodes)
+    def start(self) -> None:
+        deploy_alone(self._options)
+        self.deploy(num_decodes=1)
+
+    def deploy(self, *, num_decodes: int, max_num_batched_tokens: int = 256) -> None:
+        """Deploy the pair, perhaps again and in another way, and wait until it is so."""
+        self._options.max_num_batched_tokens = max_num_batched_tokens
+        deploy_pair(self._options, 1, num_decodes, decode_resource=DECODE)
+
+    def lose_decode_raylet(self) -> None:
+        """Kill the raylet of the decode replicas with all that runs there, and add another one."""
+        self._cluster.remove_node(self._decode_raylet, allow_graceful=False)
+        self._decode_raylet = self._add_raylet()
+
+    def _add_raylet(self) -> Any:
+        return self._cluster.add_node(num_cpus=DEMO_CPUS, resources={DECODE: 4})
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric of all replicas; 0 if there is none."""
@@ -84,16 +128,33 @@ class Serving:
 def serving_here() -> Iterator[Serving]:
     """Start Ray and both applications, and stop them afterwards."""
     port = free_port()
-    options = make_parser().parse_args(["--model", str(default_model_folder()), "--device", "cpu"])
     cluster = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": DEMO_CPUS})
     try:
         register()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        deploy_alone(options)
-        deploy_pair(options, 1, 1)
-        url = f"http://127.0.0.1:{port}"
-        yield Serving(options, cluster, App(f"{url}/pair"), App(f"{url}/alone"))
+        serving = Serving(cluster, port)
+        serving.start()
+        yield serving
     finally:
         serve.shutdown()
         ray.shutdown()
         cluster.shutdown()
+
+
+def prompts(seed: int, num_words: int = 80) -> Iterator[str]:
+    """Yield prompts without an end."""
+    dice = random.Random(seed)
+    while True:
+        yield " ".join(dice.choice(WORDS) for _ in range(num_words))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = SOON_S) -> None:
+    """Wait until something is so.
+
+    Raises:
+        AssertionError: It is not, after that time.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.5)
