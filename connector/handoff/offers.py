@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...transports.errors import KVTransferStateError
 from .config import HandoffConfig
@@ -66,36 +67,67 @@ class ConsumerPeer:
 _Consumer = tuple[str, int, int]
 
 
-class Claimants:
-    """The ranks of the one node that reads an offer. Each rank claims once and is done once.
+@dataclass
+class _Reader:
+    """A node that has claimed an offer. Each of its ranks goes through its loads by itself.
 
-    The first rank that claims decides which node reads, and how many ranks it has. Only a rank that claimed can
-    release. Otherwise a peer that merely learned the lease number of an offer could end it.
+    Attributes:
+        num_ranks: Of the node.
+        peer_of: By rank: the peer of a rank that reads.
+        outcomes: By rank, a value per load that it is done with: whether it had what it wanted.
     """
 
-    def __init__(self) -> None:
-        self._consumer: _Consumer | None = None
-        self._peer_of: dict[int, int] = {}  # by rank; those that read
-        self._done: dict[int, bool] = {}  # by rank; whether it has what it wanted
+    num_ranks: int
+    peer_of: dict[int, int] = field(default_factory=dict)
+    outcomes: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def num_begun(self) -> int:
+        """Loads that a rank has begun."""
+        return max(self.num_begun_by(rank) for rank in range(self.num_ranks))
+
+    @property
+    def num_over(self) -> int:
+        """Loads that every rank is done with."""
+        return min(len(self.outcomes.get(rank, ())) for rank in range(self.num_ranks))
+
+    def num_begun_by(self, rank: int) -> int:
+        return len(self.outcomes.get(rank, ())) + (rank in self.peer_of)
+
+
+class Claimants:
+    """The ranks of the nodes that read an offer. Each rank claims once and is done once per load of its node.
+
+    The first rank that claims begins a load of its node, and decides how many ranks that has. Only a rank that claimed can
+    release. Otherwise a peer that merely learned the lease number of an offer could end it.
+
+    Args:
+        num_loads: Loads after which the offer is over. They may be of different nodes.
+    """
+
+    def __init__(self, num_loads: int = 1) -> None:
+        self._num_loads = num_loads
+        self._readers: dict[_Consumer, _Reader] = {}
 
     @property
     def peers(self) -> list[int]:
-        """Peers that read, by rank."""
-        return [self._peer_of[rank] for rank in sorted(self._peer_of)]
+        """Peers that read; those of one node by rank."""
+        return [reader.peer_of[rank] for reader in self._readers.values() for rank in sorted(reader.peer_of)]
 
     @property
     def are_done(self) -> bool:
-        """Whether every rank is done."""
-        return self._consumer is not None and len(self._done) == self._consumer[2]
+        """Whether every load is over."""
+        return sum(reader.num_over for reader in self._readers.values()) >= self._num_loads
 
     @property
     def have_everything(self) -> bool:
-        """Whether every rank is done and has what it wanted."""
-        return self.are_done and all(self._done.values())
+        """Whether every load is over, and every rank had what it wanted."""
+        readers = self._readers.values()
+        return self.are_done and all(all(each) for reader in readers for each in reader.outcomes.values())
 
     def may_renew(self, peer_id: int) -> bool:
         """Whether a heartbeat of this peer counts: it reads, or no rank has claimed yet."""
-        return self._consumer is None or peer_id in self._peer_of.values()
+        return not self._readers or peer_id in self.peers
 
     def claim(self, peer: ConsumerPeer, claim: Claim) -> str:
         """Let a rank read. A repeated claim changes nothing.
@@ -105,15 +137,16 @@ class Claimants:
         """
         if refusal := self._refusal(peer, claim):
             return refusal
-        self._consumer = _consumer_of(peer, claim)
-        self._peer_of[claim.rank] = peer.peer_id
+        reader = self._readers.setdefault(_consumer_of(peer, claim), _Reader(claim.num_ranks))
+        reader.peer_of[claim.rank] = peer.peer_id
         return ""
 
     def release(self, peer: ConsumerPeer, release: Release) -> None:
         """Note that a rank that claimed is done. Any other release is ignored."""
-        if self._consumer == _consumer_of(peer, release) and self._reads(peer.peer_id, release.rank):
-            del self._peer_of[release.rank]
-            self._done[release.rank] = release.delivered
+        reader = self._readers.get(_consumer_of(peer, release))
+        if reader is not None and reader.peer_of.get(release.rank) == peer.peer_id:
+            del reader.peer_of[release.rank]
+            reader.outcomes[release.rank].append(release.delivered)
 
     def lose(self, peer_id: int) -> bool:
         """End the share of each rank that read through a peer which is gone.
@@ -121,29 +154,43 @@ class Claimants:
         Returns:
             Whether there was one.
         """
-        ranks = [rank for rank, reader in self._peer_of.items() if reader == peer_id]
-        for rank in ranks:
-            del self._peer_of[rank]
-            self._done[rank] = False
-        return bool(ranks)
+        lost = [
+            (reader, rank)
+            for reader in self._readers.values()
+            for rank, reads in reader.peer_of.items()
+            if reads == peer_id
+        ]
+        for reader, rank in lost:
+            del reader.peer_of[rank]
+            reader.outcomes[rank].append(False)
+        return bool(lost)
+
+    def expect_no_more(self) -> None:
+        """Let no load begin that has not begun. Until then the offer is not over for those that have."""
+        self._num_loads = min(self._num_loads, max(1, self._num_begun))
+
+    @property
+    def _num_begun(self) -> int:
+        return sum(reader.num_begun for reader in self._readers.values())
 
     def _refusal(self, peer: ConsumerPeer, claim: Claim) -> str:
         if claim.rank >= claim.num_ranks:
             return f"has no share for rank {claim.rank} of {claim.num_ranks}"
-        if self._consumer not in (None, _consumer_of(peer, claim)):
-            return "is claimed by another consumer"
-        if claim.rank in self._done:
-            return "is over for this rank"
-        if self._reads(peer.peer_id, claim.rank):
+        reader = self._readers.get(_consumer_of(peer, claim)) or _Reader(claim.num_ranks)
+        if reader.peer_of.get(claim.rank) == peer.peer_id:
             return ""
-        if claim.rank in self._peer_of:
+        if claim.rank in reader.peer_of:
             return "is claimed by another consumer"
+        # Another rank may be ahead of this one. Otherwise the claim begins a load.
+        if reader.num_begun_by(claim.rank) == reader.num_begun and self._num_begun >= self._num_loads:
+            return (
+                "is over for this rank"
+                if reader.outcomes.get(claim.rank)
+                else "is claimed by another consumer"
+            )
         # Each rank has a connection of its own. So one peer can hold at most one claim of an offer, and a peer that
         # claims for every rank cannot make this table grow.
         return "is claimed by this peer for another rank" if peer.peer_id in self.peers else ""
-
-    def _reads(self, peer_id: int, rank: int) -> bool:
-        return self._peer_of.get(rank) == peer_id
 
 
 def _consumer_of(peer: ConsumerPeer, message: Claim | Release) -> _Consumer:
@@ -157,6 +204,7 @@ class Offer:
 
     Args:
         name: The router's name of a rendezvous; empty: peers name the offer by its request.
+        num_loads: As in `Claimants`.
 
     Attributes:
         request_id: This node's id of the request; empty while it is awaited.
@@ -167,14 +215,16 @@ class Offer:
         claimants: The ranks that read it.
     """
 
-    def __init__(self, request_id: str, lease: int, config: HandoffConfig, name: str = "") -> None:
+    def __init__(
+        self, request_id: str, lease: int, config: HandoffConfig, name: str = "", num_loads: int = 1
+    ) -> None:
         self.request_id = request_id
         self.lease = lease
         self.name = name
         self.state = OfferState.ANNOUNCED if request_id else OfferState.AWAITED
         self.grant: Grant | None = None
         self.deadline = math.inf
-        self.claimants = Claimants()
+        self.claimants = Claimants(num_loads)
         self._config = config
         self._lease_s = config.lease_s
         self._renewable_until = math.inf

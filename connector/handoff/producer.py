@@ -63,8 +63,8 @@ class _Peer:
 class ProducerProtocol:
     """Holds offers until each is delivered, aborted or expired.
 
-    All ranks of one consumer read an offer, each for itself. It is delivered when each rank has what it wanted. A rank that
-    is lost ends its own share only; the others read on.
+    All ranks of a consumer read an offer, each for itself, and so do those of further consumers if it is for more loads. It is
+    delivered when each rank has what it wanted. A rank that is lost ends its own share only; the others read on.
 
     An offer's guard is set when the offer is made (`_make`) and cleared when it ends (`_end`), nowhere else.
 
@@ -108,13 +108,16 @@ class ProducerProtocol:
 
     # -- orders of this node -------------------------------------------------------------------------
 
-    def announce(self, request_id: str, lease: int, name: str = "", now: float = 0.0) -> list[Action]:
+    def announce(
+        self, request_id: str, lease: int, name: str = "", now: float = 0.0, num_loads: int = 1
+    ) -> list[Action]:
         """Expect an offer of this request under this lease number. From now on claims of it are parked.
 
         `offer`, `open` or `withdraw` follows.
 
         Args:
             name: Of a rendezvous, which peers may have claimed already; empty: it is none.
+            num_loads: Loads after which the offer is over; 1 in a rendezvous.
 
         Raises:
             KVTransferStateError: the number is in use.
@@ -125,7 +128,7 @@ class ProducerProtocol:
             return []
         if awaited is not None:
             raise KVTransferStateError(f"lease number of {request_id!r} is in use")
-        self._offers[lease] = Offer(request_id, lease, self._config, name)
+        self._offers[lease] = Offer(request_id, lease, self._config, name, num_loads)
         return []
 
     def offer(
@@ -217,7 +220,7 @@ class ProducerProtocol:
     def give_up(self, request_id: str, lease: int) -> list[Action]:
         """End an offer for which no consumer will come, as a router says that tried one.
 
-        An offer that a consumer reads is left alone, because that consumer decides. Unknown ones are ignored. In a
+        Where a consumer reads, that consumer decides, and no further one is expected. Unknown offers are ignored. In a
         rendezvous `request_id` is its name; if its request has not arrived, claims of it are denied.
         """
         offer = self._offers.get(lease)
@@ -225,8 +228,11 @@ class ProducerProtocol:
             return []
         if offer.state is OfferState.AWAITED:
             return self._deny(offer, "was given up by the router")
-        if not offer.is_made or offer.claimants.peers:
+        if not offer.is_made:
             return []
+        offer.claimants.expect_no_more()
+        if offer.claimants.peers or offer.claimants.are_done:
+            return self._end_if_done(offer, "its consumer gave it up")
         return self._end(offer, "aborted", "was given up: no consumer could claim it")
 
     def abort(self, request_id: str, now: float) -> list[Action]:
@@ -480,7 +486,7 @@ class ProducerProtocol:
         return offer if not offer.name or not isinstance(message, Claim) or message.rendezvous else None
 
     def _end_if_done(self, offer: Offer, why_not: str) -> list[Action]:
-        """End an offer if every rank of its consumer is done with it."""
+        """End an offer if all its loads are over."""
         if not offer.claimants.are_done:
             return []
         if offer.claimants.have_everything:

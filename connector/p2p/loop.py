@@ -420,7 +420,11 @@ class _Driver:
         if (announced := order.announcement) is not None:
             # If this fails, only claims that come too early are lost.
             with survived("cannot announce an offer", self._log):
-                self._do(producer.announce(request_id, announced.lease, announced.name, _now()))
+                self._do(
+                    producer.announce(
+                        request_id, announced.lease, announced.name, _now(), announced.num_loads
+                    )
+                )
         is_void = self._guards.is_void(request_id, self._number)
         if order.offer is not None:
             with self._failing_offer(request_id, order.offer.lease):

@@ -23,10 +23,12 @@ class Announcement:
     Attributes:
         lease: The offer's number.
         name: The router's name of a rendezvous, by which consumers claim; empty: they claim by the request's id.
+        num_loads: Loads after which the offer is over.
     """
 
     lease: int
     name: str = ""
+    num_loads: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,10 @@ passes those to a decode node unchanged. If no decode node can load the offer, t
 with `"do_remote_prefill": false, "do_release": true`, and the blocks become free at once. The names are vLLM's where vLLM
 has one.
 
+An offer can be loaded once. With `"num_loads": N` beside `"do_remote_decode": true` it can be loaded N times, by different nodes or by
+the same one: several answers to one prompt may then be given at several nodes. It ends after the last of them. A router that has sent it to
+all that need it sends it back as above: what has not begun by then is not waited for.
+
 A node with the option `offer_answer` answers a request that had an offer to load with params as well: those of an offer of
 prompt and answer. A router keeps them and sends them with the conversation's next prompt to a prefill node, with
 `"do_remote_decode": true` set. `"offer_answer": false` in a request means that no node would load such an offer, and true
@@ -89,6 +93,9 @@ LOAD_ERROR = "load_error"
 EXPLAIN, SPANS = "explain", "spans"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
 PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
+
+#: Most loads of one offer.
+MAX_LOADS: Final = 64
 
 _MAX_INT32 = 2**31 - 1
 _RENDEZVOUS_NAME = re.compile("(?!0{16})[0-9a-f]{32}")
@@ -202,6 +209,7 @@ class _Flags:
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     do_release: bool = False
+    num_loads: Annotated[int | None, integer(1, MAX_LOADS)] = None
     offer_answer: Annotated[bool | None, boolean] = None
     answer_of: Annotated[str | None, _name] = None
     describe: bool = False
@@ -224,7 +232,8 @@ class TransferWish:
         offer_result: Offer the prompt's blocks to another node when the request has finished.
         load_from: The offer to load the prompt's blocks from; None to compute them here. In a rendezvous its number of tokens
             is 0: the prompt decides.
-        release: An offer of this node that no consumer will claim.
+        num_loads: Loads after which the offered result is over.
+        release: An offer of this node that no further consumer will claim.
         rendezvous: The name under which to offer the result, while the prompt is still being computed where that is possible;
             empty: the node names the offer.
         offer_answer: Offer the blocks of prompt and answer when the request has finished, where the node does that. None: if
@@ -239,6 +248,7 @@ class TransferWish:
     """
 
     offer_result: bool = False
+    num_loads: int = 1
     load_from: RemoteOffer | None = None
     release: RemoteOffer | None = None
     rendezvous: str = ""
@@ -279,8 +289,13 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     name = (
         _read(_NAME, params).rendezvous if is_rendezvous and flags.do_remote_decode and offer is None else ""
     )
+    num_loads = flags.num_loads or 1
+    if num_loads > 1 and (name or not flags.do_remote_decode):
+        why = "num_loads must be 1 in a rendezvous, and where nothing is offered, got "
+        raise invalid_params(f"{why}{num_loads}", "num_loads", num_loads)
     return TransferWish(
         offer_result=flags.do_remote_decode,
+        num_loads=num_loads,
         rendezvous=name,
         load_from=offer if flags.do_remote_prefill else None,
         release=offer if flags.do_release else None,

@@ -92,6 +92,7 @@ class _OwnOffer:
         content: Digest of the prompt; that of prompt and answer is not known before the request ends.
         name: Of a rendezvous; empty: it is none. Only an offer with a name may be opened while the prompt is still computed.
         guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
+        num_loads: Loads after which it is over.
         is_answer: Whether it is of prompt and answer, for the prefill node of the conversation's next turn.
         only_moved: The same, but only for a node that goes on with the answer, if it is stopped.
     """
@@ -100,6 +101,7 @@ class _OwnOffer:
     content: str
     name: str = ""
     guard_value: int = 0
+    num_loads: int = 1
     is_answer: bool = False
     only_moved: bool = False
 
@@ -275,7 +277,7 @@ class HandoffScheduler(SchedulerHalf):
             claim = replace(wish.load_from, num_tokens=num_tokens, content=content)
         if wish.offer_result:
             content = content_digest(request, request.num_prompt_tokens)
-            offer = _OwnOffer(self._numbers.draw(), content)
+            offer = _OwnOffer(self._numbers.draw(), content, num_loads=wish.num_loads)
             if wish.rendezvous:
                 self._use_name(wish.rendezvous)
                 lease = rendezvous_lease(wish.rendezvous)
@@ -289,7 +291,9 @@ class HandoffScheduler(SchedulerHalf):
         orders = self._order(record)
         orders.traceparent = traceparent
         orders.claim = claim
-        orders.announcement = None if offer is None else Announcement(offer.lease, offer.name)
+        orders.announcement = (
+            None if offer is None else Announcement(offer.lease, offer.name, offer.num_loads)
+        )
         logger.debug("%r has arrived", record)
 
     def get_num_new_matched_tokens(
@@ -705,14 +709,12 @@ class HandoffScheduler(SchedulerHalf):
         # A request that offers its prompt is a prefill. Its answer is one token, which the decode node computes again.
         is_answer_offered = may_offer_answer and wants_answer and not wish.offer_result
         wish = replace(wish, offer_answer=is_answer_offered or None)
-        allowed = TransferWish(
+        allowed = replace(
+            wish,
             offer_result=wish.offer_result and self._config.is_kv_producer,
             load_from=wish.load_from if may_load else None,
-            release=wish.release,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
-            offer_answer=wish.offer_answer,
-            answer_of=wish.answer_of,
-            describe=wish.describe,
+            num_loads=wish.num_loads if self._config.is_kv_producer else 1,
         )
         if allowed != wish:
             key = "do_remote_decode"

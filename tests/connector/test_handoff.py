@@ -15,6 +15,7 @@ from kvferry.connector.testing import (
     Request,
     load,
 )
+from kvferry.connector.testing.harness import compute, fetch, settle
 from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing import built_in
 
@@ -39,6 +40,14 @@ class TestOurs(HandoffConformance):
         name = transfer["kv_connector"]
         chosen = ("shm", "on this host") if name == "auto" else (name, "")
         assert (record.transport, record.reason) == chosen
+
+    def test_two_nodes_load_one_offer(self, make_node: MakeNode) -> None:
+        producer, *consumers = make_node(), make_node(), make_node()
+        params = compute(producer, Request("p", 18, {"do_remote_decode": True, "num_loads": 2}))
+        for consumer in consumers:
+            assert producer.held
+            fetch(consumer, producer, Request("d", 18, params))
+        settle(producer, *consumers)
 
 
 class TestSeveralInOne(ConnectorConformance):

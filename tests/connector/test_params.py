@@ -33,6 +33,29 @@ def test_a_prefill_request_asks_for_an_offer() -> None:
     assert parse_transfer_params({"do_remote_decode": True}) == TransferWish(offer_result=True)
 
 
+def test_an_offer_may_be_for_several_loads() -> None:
+    assert parse_transfer_params({"do_remote_decode": True, "num_loads": 3}).num_loads == 3
+    assert parse_transfer_params({"do_remote_decode": True}).num_loads == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_decode": True, "num_loads": 0},
+        {"do_remote_decode": True, "num_loads": 65},
+        {"do_remote_decode": True, "num_loads": "2"},
+        {"do_remote_decode": True, "num_loads": True},
+        {"do_remote_decode": True, "num_loads": 2, "rendezvous": "a" * 32},
+        {"num_loads": 2},
+    ],
+    ids=str,
+)
+def test_a_number_of_loads_that_makes_no_sense_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTransferParamsError, match="num_loads") as caught:
+        parse_transfer_params(params)
+    assert caught.value.key == "num_loads"
+
+
 def test_the_nulls_of_vllms_proxies_mean_unset() -> None:
     params = {
         "do_remote_decode": True,

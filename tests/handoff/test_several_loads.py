@@ -1,4 +1,4 @@
-"""Offers that several nodes read, or one node several times."""
+"""Offers that several nodes load, or one node several times."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ONE, OTHER, THIRD = 1, 2, 3
 
 @pytest.fixture
 def shared(producer: ProducerProtocol) -> ProducerProtocol:
-    """A producer that has offered a request for two reads, and three consumers."""
+    """A producer that has offered a request for two loads, and three consumers."""
     _connect(producer, THIRD, "peer-3")
-    producer.announce("r", 1, num_reads=2)
+    producer.announce("r", 1, num_loads=2)
     _offer(producer)
     return producer
 
@@ -68,14 +68,14 @@ def test_two_nodes_read_and_the_offer_ends_with_the_later_one(shared: ProducerPr
     assert shared.num_offers == 0
 
 
-def test_a_node_that_comes_too_late_still_finds_its_read(shared: ProducerProtocol) -> None:
+def test_a_node_that_comes_too_late_still_finds_its_load(shared: ProducerProtocol) -> None:
     claim(shared, ONE)
     assert release(shared, ONE) == []
     assert isinstance(claim(shared, OTHER), Grant)
     assert outcome(release(shared, OTHER)) == "delivered"
 
 
-def test_one_node_reads_twice(shared: ProducerProtocol) -> None:
+def test_one_node_loads_twice(shared: ProducerProtocol) -> None:
     for _ in range(2):
         assert isinstance(claim(shared, ONE), Grant)
         ended = release(shared, ONE)
@@ -95,7 +95,7 @@ def test_no_further_node_reads(shared: ProducerProtocol, is_over: bool) -> None:
 
 
 def test_claims_of_two_nodes_wait_for_the_offer(producer: ProducerProtocol) -> None:
-    producer.announce("r", 1, num_reads=2)
+    producer.announce("r", 1, num_loads=2)
     assert isinstance(claim(producer, ONE), Parked)
     assert isinstance(claim(producer, OTHER), Parked)
     guard, *grants = _offer(producer)
@@ -104,7 +104,7 @@ def test_claims_of_two_nodes_wait_for_the_offer(producer: ProducerProtocol) -> N
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_read_that_fails_costs_the_others_nothing(shared: ProducerProtocol, is_lost: bool) -> None:
+def test_a_load_that_fails_costs_the_others_nothing(shared: ProducerProtocol, is_lost: bool) -> None:
     claim(shared, ONE)
     claim(shared, OTHER)
     if is_lost:
@@ -119,7 +119,7 @@ def test_only_nodes_that_read_renew_the_lease(shared: ProducerProtocol) -> None:
     shared.receive(OTHER, Heartbeat((1,)), now=20.0)
     assert shared.next_deadline() == 40.0
     release(shared, ONE)
-    # Between two reads none renews it: the next one comes within the lease, or never.
+    # Between two loads none renews it: the next one comes within the lease, or never.
     shared.receive(ONE, Heartbeat((1,)), now=30.0)
     cleared, ended = shared.advance(40.0)
     assert isinstance(cleared, ClearGuard)
@@ -127,11 +127,11 @@ def test_only_nodes_that_read_renew_the_lease(shared: ProducerProtocol) -> None:
     assert ended.outcome == "expired"
 
 
-def test_each_rank_goes_through_the_reads_by_itself(producer: ProducerProtocol) -> None:
-    """One rank of a node is in its second read while the other one is in its first."""
+def test_each_rank_goes_through_the_loads_by_itself(producer: ProducerProtocol) -> None:
+    """One rank of a node is in its second load while the other one is in its first."""
     for peer in (11, 12):
         _connect(producer, peer, "node")
-    producer.announce("r", 1, num_reads=2)
+    producer.announce("r", 1, num_loads=2)
     _offer(producer)
     ranks = [{"rank": rank, "num_ranks": 2} for rank in range(2)]
     claim(producer, 11, **ranks[0])
@@ -153,7 +153,7 @@ def test_what_has_not_begun_is_given_up(shared: ProducerProtocol) -> None:
     assert outcome(release(shared, ONE)) == "delivered"
 
 
-def test_a_read_that_is_not_needed_any_more_is_given_up(shared: ProducerProtocol) -> None:
+def test_a_load_that_is_not_needed_any_more_is_given_up(shared: ProducerProtocol) -> None:
     claim(shared, ONE)
     release(shared, ONE)
     assert outcome(shared.give_up("r", 1)) == "delivered"

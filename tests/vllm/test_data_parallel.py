@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -18,6 +19,7 @@ from tests.support.metrics_page import assert_promtool_is_content
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_S = 600.0
+SOON_S = 20.0
 ANSWER_S = 120.0
 #: On shared cores the signs of life of three engines can be late.
 OPTIONS = {"transport": "shm", "lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
@@ -57,9 +59,9 @@ class Server:
             answer: dict[str, Any] = json.load(response)
             return answer
 
-    def offer(self, prompt: list[int], rank: int | None) -> dict[str, Any]:
+    def offer(self, prompt: list[int], rank: int | None, **wish: Any) -> dict[str, Any]:
         """Compute a prompt for another engine. Returns the params for that engine."""
-        answer = self.complete(prompt, 1, rank, kv_transfer_params={"do_remote_decode": True})
+        answer = self.complete(prompt, 1, rank, kv_transfer_params={"do_remote_decode": True, **wish})
         params: dict[str, Any] = answer["kv_transfer_params"]
         return params
 
@@ -144,6 +146,36 @@ def test_samples_at_an_engine_that_cannot_read_the_offer_end_by_the_policy(serve
     except urllib.error.HTTPError as error:
         ends = [str(error.code)]
     assert ends in (["500"], ["length"] * 3)
+
+
+def test_samples_at_all_engines_load_one_offer(server, prompt):
+    """vLLM's balancer decides at how many, and what is left of the offer is given up then."""
+    tokens = prompt(305)
+    params = server.offer(tokens, 0, num_loads=2)
+    before = server.by_engine("kvferry_load_seconds_count")
+    how = {"n": 4, "temperature": 1, "seed": 7, "kv_transfer_params": params}
+    ends = [choice["finish_reason"] for choice in server.complete(tokens, 8, ANY, **how)["choices"]]
+    assert ends == ["length"] * 4
+    loads = server.by_engine("kvferry_load_seconds_count") - before
+    assert set(loads.values()) == {1}
+    released = {**params, "do_remote_prefill": False, "do_release": True}
+    server.complete([0], 1, 0, kv_transfer_params=released)
+    deadline = time.monotonic() + SOON_S
+    while any(server.by_engine("kvferry_live_leases").values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_one_offer_is_loaded_by_each_of_two_engines(server, shm_pair, prompt):
+    tokens = prompt(306)
+    params = server.offer(tokens, 0, num_loads=3)
+    before = server.by_engine("kvferry_load_seconds_count")
+    for answer in (
+        *(server.answer(tokens, params, rank) for rank in RANKS),
+        shm_pair.decode.ask(next(shm_pair.names), tokens, 8, params),
+    ):
+        shm_pair.assert_like_alone(tokens, answer)
+    assert (server.by_engine("kvferry_load_seconds_count") - before)["1"] == 1
 
 
 def test_the_figures_of_each_engine_have_a_label_of_their_own(server):

@@ -82,6 +82,7 @@ class Bound:
         offers: The kinds of offers that a request may begin with.
         with_rendezvous: Whether a request may also begin at its consumer, before it is offered.
         faults: The kinds of events that are counted by `num_faults`.
+        num_loads: Requests that name the same offer, each at another consumer. A further one is a fault.
         producers, consumers: The nodes that offer, and those that claim. A node may do both.
         addresses: Of the nodes.
         spreads: How each node's model is spread over ranks.
@@ -95,6 +96,7 @@ class Bound:
     faults: frozenset[str] = frozenset(
         {"abort", "preempt", "drop", "give_up", "claim", "sever", "crash", "late", "change_weights"}
     )
+    num_loads: int = 1
     producers: tuple[int, ...] = (0,)
     consumers: tuple[int, ...] = (1,)
     addresses: tuple[str, ...] = ("sim://a", "sim://c")
@@ -113,6 +115,7 @@ class Bound:
             f"{self.num_requests} requests ({', '.join(ways)}), {self.num_faults} faults, {self.num_ticks} ticks",
             f"{ranks} ranks" if self.spreads != (Spread(),) * len(self.spreads) else "",
             roles.get((len(self.producers), len(self.consumers)), ""),
+            f"{self.num_loads} loads of an offer" if self.num_loads > 1 else "",
         ]
         for role, nodes in (("producer", self.producers), ("consumer", self.consumers)):
             parts += [f"old {role}" for node in nodes if self.addresses[node] == OLD]
@@ -183,7 +186,7 @@ class State:
 
     def unclaimed(self, bound: Bound) -> list[Choice]:
         """Requests that may still arrive and name an offer, each at any consumer."""
-        return [each for each in self._claims(bound) if not self.spent[self._claims_of(each)]]
+        return [each for each in self._claims(bound) if self._is_expected(each)]
 
     def _claims(self, bound: Bound) -> list[Choice]:
         """Requests that name an offer, at any consumer but the node that made it."""
@@ -197,6 +200,15 @@ class State:
     def _claims_of(self, claim: Choice) -> str:
         """How `spent` counts the requests that name the same offer."""
         return f"claims of {self.simulation.num_made - claim[1][1]}"
+
+    def _claims_at(self, claim: Choice) -> str:
+        """How `spent` counts those of them at the same consumer."""
+        return f"{self._claims_of(claim)} by {claim[1][0]}"
+
+    def _is_expected(self, claim: Choice) -> bool:
+        """Whether a request that names an offer is one of those that a router sends."""
+        num = self.spent[self._claims_of(claim)]
+        return num < self.simulation.num_offered_loads and not self.spent[self._claims_at(claim)]
 
     def _ticks(self, bound: Bound) -> Iterator[Choice]:
         world = self.simulation
@@ -228,7 +240,7 @@ class State:
                 yield from (("claim", (which, 0, change)) for change in changes)
         if len(bound.consumers) > 1:
             # A router that has lost an answer asks another node.
-            yield from (each for each in self._claims(bound) if self.spent[self._claims_of(each)])
+            yield from (each for each in self._claims(bound) if not self._is_expected(each))
         yield from (("sever", args) for args in self._breaks())
         for index, engine in enumerate(self._engines):
             if not engine.is_doomed:
@@ -259,7 +271,7 @@ class State:
         world = self.simulation
         is_fault = name in ("abort", "preempt", "drop", "give_up", "sever", "crash", "change_weights")
         is_fault |= name == "tick" and args[1] != 0
-        is_fault |= name == "claim" and (args[2] != 0 or self.spent[self._claims_of(choice)] > 0)
+        is_fault |= name == "claim" and (args[2] != 0 or not self._is_expected(choice))
         self.spent["faults"] += is_fault
         # After any other fault, a handoff may have to wait for a deadline.
         is_ordered = name in ("abort", "preempt", "drop")
@@ -267,8 +279,10 @@ class State:
         self.spent["ticks"] += name == "tick" and args[0] > 0
         if name == "meet" or (name == "offer" and not world.is_awaited(*args)):
             self.spent["requests"] += 1
-        if name == "claim" and args[2] == 0:
-            self.spent[self._claims_of(choice)] = 1
+        if name == "claim" and args[2] == 0 and self._is_expected(choice):
+            self.spent[self._claims_of(choice)] += 1
+            if world.num_offered_loads > 1:  # otherwise it makes no difference
+                self.spent[self._claims_at(choice)] = 1
         checked(world, partial(getattr(world, name), *args))
         if name == "offer" and world.made[-1].is_rendezvous:
             self.spent[f"claims of {world.num_made}"] += 1  # it was claimed before it was made
@@ -312,7 +326,9 @@ def new_state(
 ) -> State:
     """Return the state in which nothing has happened yet."""
     classes = (producer_class, consumer_class, checks_after_copy)
-    return State(ExploredSimulation(*classes, bound.spreads, bound.addresses, CONFIG))
+    simulation = ExploredSimulation(*classes, bound.spreads, bound.addresses, CONFIG)
+    simulation.num_offered_loads = bound.num_loads
+    return State(simulation)
 
 
 # -- copies and fingerprints ---------------------------------------------------------------------------
@@ -785,6 +801,8 @@ LARGE = (
     Bound(1, 1, 0, (COMPUTED,), addresses=("sim://a", OLD)),
     Bound(1, 0, 0, (COMPUTED, EARLY), spreads=(Spread(2), Spread(1))),
     three_nodes(1, 1, 0, producers=(0,), consumers=(1, 2)),
+    three_nodes(1, 0, 0, producers=(0,), consumers=(1, 2), num_loads=2),
+    three_nodes(1, 0, 1, producers=(0,), consumers=(1, 2), num_loads=2),
     three_nodes(2, 0, 0, producers=(0,), consumers=(1, 2)),
     three_nodes(2, 0, 0, producers=(0, 1), consumers=(2,)),
     Bound(2, 0, 0, (COMPUTED,), producers=(0, 1), consumers=(0, 1)),

@@ -154,9 +154,11 @@ class KeepsLoadsOfOtherWeights(ConsumerProtocol):
 class ForgetsClaimsThatCameFirst(ProducerProtocol):
     """A claim that reaches a rank before its request."""
 
-    def announce(self, request_id: Any, lease: Any, name: Any = "", now: Any = 0.0) -> Any:
+    def announce(
+        self, request_id: Any, lease: Any, name: Any = "", now: Any = 0.0, num_loads: Any = 1
+    ) -> Any:
         self._offers.pop(lease, None)
-        return super().announce(request_id, lease, name, now)
+        return super().announce(request_id, lease, name, now, num_loads)
 
 
 class ForgetsProgressWhileItReads(ConsumerProtocol):

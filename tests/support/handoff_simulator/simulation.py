@@ -70,7 +70,12 @@ class Simulation(SimulatedWorld):
         checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
         spreads: How each engine's model is spread over ranks.
         addresses: Of the engines. The one at `sim://b` is still to be upgraded.
+
+    Attributes:
+        num_offered_loads: Reads after which an offer that no router has named is over.
     """
+
+    num_offered_loads = 1
 
     def __init__(
         self,
@@ -152,7 +157,8 @@ class Simulation(SimulatedWorld):
         self._order_offer(engine, request_id, made)
 
     def _announce(self, rank: SimulatedRank, request_id: str, lease: int, name: str) -> list[Action]:
-        return rank.protocol.producer.announce(request_id, lease, name, self.now)
+        num_loads = 1 if name else self.num_offered_loads
+        return rank.protocol.producer.announce(request_id, lease, name, self.now, num_loads)
 
     def meet(self, which: int, producer: int, num_blocks: int) -> None:
         """Have a router name an offer that is still to be made, and a request that loads it arrive.
@@ -570,6 +576,7 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
         PromiseBroken: a promise of the protocol does not hold in this schedule.
     """
     generator = random.Random(seed)
+    simulation.num_offered_loads = 1 + (seed % 3 == 0)
 
     def number() -> int:
         return generator.randrange(64)
