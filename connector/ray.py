@@ -47,8 +47,9 @@ _claim: ContextVar[Mapping[str, Any] | None] = ContextVar("claim", default=None)
 
 def register() -> None:
     """Let all processes of the cluster use `KvferryBackend` for `KvferryConnector`. Call it before `serve.run`; idempotent."""
-    if not KVConnectorBackendFactory.is_registered(CONNECTOR):
-        KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:{KvferryBackend.__name__}")
+    # Ray remembers in this process that it is registered, perhaps in another cluster than the one of now, and refuses to repeat it.
+    KVConnectorBackendFactory.unregister_backend(CONNECTOR)
+    KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:{KvferryBackend.__name__}")
 
 
 class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
