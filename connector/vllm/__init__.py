@@ -3,7 +3,9 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvferryConnector",
         "kv_connector_module_path": "kvferry.connector.vllm", "kv_role": "kv_both"}'
 
-Importing this module does not import vLLM; accessing the class does. If kvferry is installed in vLLM's environment,
+`KvferryEncoderConnector` hands over what a multimodal model's encoder computed; `encoder.py` is its story.
+
+Importing this module does not import vLLM; accessing a class does. If kvferry is installed in vLLM's environment,
 the module path may be left out, because vLLM's plugin loader calls `register`. It registers the connector with NVIDIA Dynamo
 as well, if that is installed.
 """
@@ -18,19 +20,24 @@ from .dynamo import register_with_dynamo
 
 if TYPE_CHECKING:
     from .adapter import KvferryConnector
+    from .encoder import KvferryEncoderConnector
 
-__all__ = ["KvferryConnector", "register"]
+__all__ = ["KvferryConnector", "KvferryEncoderConnector", "register"]
 
-_CLASS_NAME = "KvferryConnector"
+_CLASS_NAME, _ENCODER_CLASS_NAME = "KvferryConnector", "KvferryEncoderConnector"
 
 
 def __getattr__(name: str) -> Any:
-    if name != _CLASS_NAME:
+    if name not in (_CLASS_NAME, _ENCODER_CLASS_NAME):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        if name == _ENCODER_CLASS_NAME:
+            from .encoder import KvferryEncoderConnector
+
+            return KvferryEncoderConnector
         from .adapter import KvferryConnector
     except ImportError as error:
-        raise BackendUnavailableError(f"{_CLASS_NAME} cannot work here: {_reason(error)}") from error
+        raise BackendUnavailableError(f"{name} cannot work here: {_reason(error)}") from error
     # vLLM's MultiConnector looks the classes of its children's figures up by name, even if the name came with a module
     # path. It does so in the front end, where the plugins may be switched off (VLLM_PLUGINS).
     _register_with_vllm()

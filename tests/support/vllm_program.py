@@ -72,6 +72,7 @@ class VllmHost:
                     "reason": answer.finish_reason,
                     "stop_reason": answer.stop_reason,
                     "params": output.kv_transfer_params,
+                    "items": getattr(output, "ec_transfer_params", None),
                     "logprobs": _logprobs(answer),
                     "top_logits": _top_logits(answer.logprobs),
                 }
@@ -94,12 +95,14 @@ class VllmHost:
         num_top_logits: int = 0,
         adapter: list[str] | None = None,
         image: str | None = None,
+        items: Any = None,
     ) -> dict[str, Any]:
         """Add a request.
 
         Args:
             adapter: Name and folder of the LoRA adapter to use.
             image: Color of a small image, for which the prompt has one placeholder.
+            items: The params with which an encoder's outputs are loaded.
         """
         sampling = SamplingParams(
             temperature=0.0,
@@ -107,7 +110,7 @@ class VllmHost:
             ignore_eos=True,
             detokenize=False,
             logprobs=num_top_logits,  # 0: those of the answer's tokens
-            extra_args=None if params is None else {"kv_transfer_params": params},
+            extra_args={"kv_transfer_params": params, "ec_transfer_params": items},
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if image is not None:
@@ -131,6 +134,11 @@ class VllmHost:
     def forget(self) -> dict[str, Any]:
         """Empty the prefix cache."""
         return {"done": self._engine.reset_prefix_cache()}
+
+    def forget_items(self) -> dict[str, Any]:
+        """Empty the cache of encoder outputs, and the prefix cache."""
+        self._engine.reset_encoder_cache()
+        return self.forget()
 
     def forget_everywhere(self) -> dict[str, Any]:
         """Empty the prefix cache, and what connectors have kept."""
@@ -172,6 +180,17 @@ class VllmHost:
             ),
             "num_groups": len(self._scheduler.kv_cache_config.kv_cache_groups),
             "num_remembered": connector.num_remembered_requests,
+        }
+
+    def encoder(self) -> dict[str, Any]:
+        """Return what the connector of encoder outputs has counted, and how many blocks of its pool are in use."""
+        side = self._scheduler.ec_connector.scheduler_side
+        return {
+            "num_offered": side.num_offered,
+            "num_loaded": side.num_loaded,
+            "num_failed": side.num_failed,
+            "num_used": side.num_used,
+            "num_remembered": len(side._items) + len(side._wanted) + len(side._loads),
         }
 
     def figures(self) -> dict[str, Any]:

@@ -1,0 +1,273 @@
+"""An encoder apart: one engine computes images, and another one answers with what was computed, or computes them itself."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+base = pytest.importorskip("vllm.distributed.ec_transfer.ec_connector.base")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not hasattr(base.ECConnectorBase, "ensure_cache_available"),
+        reason="in this version of vLLM no request can wait for an encoder's output",
+    ),
+]
+
+SOON_S = 40.0
+NAMES = (f"item-{number}" for number in itertools.count())
+
+
+#: What a consumer waits for a peer that is frozen.
+PATIENCE = {"connect_timeout_s": 3, "claim_timeout_s": 3, "lease_s": 60}
+
+
+def transfer(role: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "ec_connector": "KvferryEncoderConnector",
+        "ec_connector_module_path": "kvferry.connector.vllm",
+        "ec_role": role,
+        "ec_connector_extra_config": {"transport": "shm", "pool_mb": 1, **PATIENCE, **extra},
+    }
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory):
+    from tests.support.tiny_models import write_tiny_image_model
+
+    return write_tiny_image_model(tmp_path_factory.mktemp("images"))
+
+
+def settings_of(model, role="", **extra) -> dict[str, Any]:
+    """Return the settings of an engine: one that encodes, one that answers, or one without this connector."""
+    settings = {"model": model, "skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
+    if role:
+        settings["ec_transfer_config"] = transfer(role, **extra)
+    if role == "ec_producer":
+        settings["kv_transfer_config"] = None
+    return settings
+
+
+@pytest.fixture(scope="module")
+def nodes(start_node, image_model):
+    nodes = [start_node(**settings_of(image_model, role)) for role in ("ec_producer", "ec_consumer")]
+    return [node.wait_until_ready() for node in nodes]
+
+
+@pytest.fixture
+def start(start_node, image_model):
+    """Start engines that end with the test."""
+    nodes = []
+
+    def start_all(*roles, **extra):
+        own = [start_node(**settings_of(image_model, role, **extra)) for role in roles]
+        nodes.extend(own)
+        return [node.wait_until_ready() for node in own]
+
+    yield start_all
+    for node in nodes:
+        node.close()
+
+
+@pytest.fixture
+def encoder(nodes):
+    return nodes[0]
+
+
+@pytest.fixture
+def answering(nodes) -> Iterator[Any]:
+    """The node that answers, with empty caches. In the end nothing may be in use or remembered, there or at the encoder."""
+    for node in nodes:
+        node.order("forget_items")
+    yield nodes[1]
+    for node in nodes:
+        assert_at_rest(node)
+
+
+def assert_at_rest(node) -> None:
+    deadline = time.monotonic() + SOON_S
+    while True:
+        found = node.order("encoder")
+        if (found["num_used"], found["num_remembered"]) == (0, 0):
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def illustrated(prompt):
+    from tests.support.tiny_models import IMAGE_TOKEN
+
+    tokens = prompt(100)
+    return [*tokens[:28], IMAGE_TOKEN, *tokens[28:]]
+
+
+def encode(node, tokens, image="red"):
+    """Have a node compute an image. Returns the params for another node."""
+    return node.ask(next(NAMES), tokens, image=image)["items"]
+
+
+def ask(node, tokens, items, image="red"):
+    """Ask for an answer to a prompt with an image. Returns it, and how many items were loaded for it, and failed."""
+    before = node.order("encoder")
+    answer = node.ask(next(NAMES), tokens, 8, image=image, items=items)
+    after = node.order("encoder")
+    return answer, *(after[name] - before[name] for name in ("num_loaded", "num_failed"))
+
+
+def assert_like_alone(node, tokens, answer, image="red") -> None:
+    """Fail unless an answer is that of the node when it computes the image itself."""
+    node.order("forget_items")
+    alone, *counts = ask(node, tokens, None, image)
+    assert counts == [0, 0]
+    assert (answer["tokens"], answer["logprobs"]) == (alone["tokens"], alone["logprobs"])
+
+
+def test_an_image_is_computed_at_one_node_and_answered_at_another(encoder, answering, illustrated):
+    answers = set()
+    for image in ("red", "blue"):
+        answer, num_loaded, num_failed = ask(
+            answering, illustrated, encode(encoder, illustrated, image), image
+        )
+        assert (num_loaded, num_failed) == (1, 0)
+        assert_like_alone(answering, illustrated, answer, image)
+        answers.add(tuple(answer["tokens"]))
+    assert len(answers) == 2
+
+
+def test_an_image_that_the_encoder_has_cached_is_offered_again(encoder, answering, illustrated):
+    for _ in range(2):
+        answering.order("forget_items")
+        answer, num_loaded, _ = ask(answering, illustrated, encode(encoder, illustrated))
+        assert num_loaded == 1
+    assert_like_alone(answering, illustrated, answer)
+
+
+def test_a_node_that_has_the_image_leaves_it_as_it_is(encoder, answering, illustrated):
+    alone = answering.ask(next(NAMES), illustrated, 8, image="red")
+    answering.order("forget")
+    answer, _, num_failed = ask(answering, illustrated, encode(encoder, illustrated))
+    assert num_failed == 0
+    assert answer["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize("what", ["used", "of another image", "malformed", "of another node"])
+def test_an_item_that_cannot_be_had_is_computed(encoder, answering, illustrated, what):
+    items = encode(encoder, illustrated)
+    (item,) = items
+    if what == "used":
+        assert ask(answering, illustrated, items)[1] == 1
+        answering.order("forget_items")
+    elif what == "of another image":
+        (other,) = encode(encoder, illustrated, "blue").values()
+        given, items[item] = items[item], other
+    elif what == "malformed":
+        given, items[item] = items[item], {**items[item], "remote_lease": 5}
+    else:
+        given, items[item] = items[item], {**items[item], "remote_epoch": "1"}
+    answer, num_loaded, num_failed = ask(answering, illustrated, items)
+    assert (num_loaded, num_failed) == (0, 1)
+    assert_like_alone(answering, illustrated, answer)
+    if what != "used":  # nothing was read of the offer itself
+        answering.order("forget_items")
+        assert ask(answering, illustrated, {item: given})[1] == 1
+
+
+def test_what_does_not_fit_into_the_pool_is_computed_where_it_is_needed(encoder, answering, illustrated):
+    offered = []
+    while (items := encode(encoder, illustrated)) is not None:
+        offered.append(items)
+        assert len(offered) < 1000
+    assert encoder.order("encoder")["num_used"] == len(offered) > 50
+    for items in offered:
+        answering.order("forget_items")
+        assert ask(answering, illustrated, items)[1] == 1
+    answering.order("forget_items")
+    assert ask(answering, illustrated, encode(encoder, illustrated))[1] == 1
+
+
+def test_an_aborted_request_leaves_nothing(encoder, answering, illustrated):
+    names = [next(NAMES) for _ in range(6)]
+    for name in names:
+        encoder.start(name, illustrated, image="green")
+        encoder.order("abort", request=name)
+    done = [encoder.result(name)["items"] for name in names if encoder.has_finished(name)]
+    for items in [*done, encode(encoder, illustrated, "green")]:
+        name = next(NAMES)
+        answering.start(name, illustrated, 8, image="green", items=items)
+        answering.order("abort", request=name)
+        answering.order("forget_items")
+        answer, *_ = ask(answering, illustrated, items, "green")  # loaded, if no load has begun
+    assert_like_alone(answering, illustrated, answer, "green")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "zeromq"])
+def test_other_transports(start, illustrated, transport):
+    encoder, answering = start("ec_producer", "ec_consumer", transport=transport)
+    answer, num_loaded, _ = ask(answering, illustrated, encode(encoder, illustrated))
+    assert num_loaded == 1
+    assert_like_alone(answering, illustrated, answer)
+
+
+def test_an_image_goes_through_three_nodes(start, encoder, answering, illustrated):
+    """One computes the image, one the prompt, and one the answer."""
+    (decode,) = start("")
+    told = answering.ask(
+        next(NAMES),
+        illustrated,
+        1,
+        {"do_remote_decode": True},
+        image="red",
+        items=encode(encoder, illustrated),
+    )
+    answer = decode.ask(next(NAMES), illustrated, 8, told["params"], image="red")
+    assert decode.order("figures")["num_loads"] == 1
+    assert_like_alone(answering, illustrated, answer)
+
+
+def test_other_weights_under_the_same_name_are_refused(start, answering, illustrated, image_model, tmp_path):
+    from tests.support.tiny_models import scale_tensor
+
+    path = image_model / "model.safetensors"
+    kept = shutil.copy(path, tmp_path)
+    with safe_open(path, "pt") as file:
+        name = next(name for name in file.keys() if "vision" in name and "proj.weight" in name)  # noqa: SIM118
+    scale_tensor(image_model, name, 1.5)
+    try:
+        (encoder,) = start("ec_producer")
+    finally:
+        shutil.copy(kept, path)
+    answer, num_loaded, num_failed = ask(answering, illustrated, encode(encoder, illustrated))
+    assert (num_loaded, num_failed) == (0, 1)
+    assert "incompatible peer: weights differs" in answering.log
+    assert_like_alone(answering, illustrated, answer)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_an_encoder_that_is_gone_costs_no_answer(start, answering, illustrated, how):
+    (encoder,) = start("ec_producer")
+    items = encode(encoder, illustrated)
+    encoder.signal(how)
+    answer, num_loaded, num_failed = ask(answering, illustrated, items)
+    assert (num_loaded, num_failed) == (0, 1)
+    assert_like_alone(answering, illustrated, answer)
+
+
+def test_a_node_whose_workers_were_called_exchanges_nothing(start, answering, illustrated):
+    """Its weights may have changed."""
+    (encoder,) = start("ec_producer")
+    old, _ = encode(encoder, illustrated), encoder.order("call", method="get_supported_tasks")
+    for items in (old, encode(encoder, illustrated)):
+        answering.order("forget_items")
+        answer, num_loaded, num_failed = ask(answering, illustrated, items)
+        assert (num_loaded, num_failed) == (0, 1)
+    assert_like_alone(answering, illustrated, answer)
