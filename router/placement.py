@@ -251,8 +251,8 @@ class NodeLoad:
 
     @property
     def num_requests(self) -> int:
-        """How many of this router's requests it works on."""
-        return len(self.prompts) + len(self.answers)
+        """How many of this router's requests it may have. In a rendezvous it has those whose prompts are computed elsewhere, too."""
+        return len(self.prompts) + len(self.answers) + len(self.coming)
 
     @property
     def num_answers(self) -> int:
@@ -261,9 +261,9 @@ class NodeLoad:
 
     def note_all(self, num_running: int, num_waiting: int) -> None:
         """Note what the node says that it has to do for all its clients. What is not this router's is other routers'."""
-        num_others = max(0, num_running + num_waiting - self._most_requests)
+        num_others = max(0, num_running + num_waiting - max(self._most_requests, self.num_requests))
         self._most_requests = self.num_requests
-        self.num_other_prompts = min(num_others, max(0, num_waiting - len(self.prompts)))
+        self.num_other_prompts = min(num_others, max(0, num_waiting - len(self.prompts) - len(self.coming)))
         self.num_other_answers = num_others - self.num_other_prompts
         self._estimate_queue()
 

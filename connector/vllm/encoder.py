@@ -149,6 +149,7 @@ class ItemPool:
         for number, block in enumerate(place.blocks):
             part = rows[number * _BLOCK_ROWS : (number + 1) * _BLOCK_ROWS]
             self.blocks[block, : len(part)] = part
+        # Last: the other process takes the ticket as a proof that all rows are there.
         self._tickets[place.blocks[0]] = place.ticket
 
     def has(self, place: Place) -> bool:
@@ -412,6 +413,7 @@ class SchedulerSide:
                 self._failed(known, item, why)
             else:
                 known.phase = _Phase.HERE
+                # A copy, because the blocks are free from now on, and the worker gets the rows in a later step.
                 known.rows = self._pool.read(known.blocks, known.num_rows)
                 self.num_loaded += 1
             self._free.extend(known.blocks)

@@ -96,11 +96,11 @@ def test_eight_nodes_are_used_as_well_as_by_the_best_split(
 @pytest.mark.parametrize(
     ("load", "intensity", "costs", "gain", "share"),
     [
-        ("long-prompts", 1.0, CPU, 1.2, 0.55),
-        ("interference", 1.0, CPU, 1.15, 0.7),
-        ("short-answers", 0.7, CPU, 1.0, 0.75),
+        ("long-prompts", 1.0, CPU, 1.1, 0.5),
+        ("interference", 1.0, CPU, 1.1, 0.65),
+        ("short-answers", 0.7, CPU, 0.95, 0.75),
         # A second between two checks is long for such nodes.
-        ("long-prompts", 1.5, GPU, 0.95, 0.9),
+        ("long-prompts", 1.5, GPU, 0.95, 0.85),
         ("short-answers", 1.5, GPU, 0.95, 0.9),
     ],
 )

@@ -85,6 +85,13 @@ def test_requests_that_came_or_ended_during_a_check_are_no_other_routers() -> No
     assert load.num_answers == 1
 
 
+def test_an_answer_that_waits_for_its_prompt_in_a_rendezvous_is_no_other_routers() -> None:
+    (load,) = nodes(1)
+    load.coming[Work(0, 1.0)] = None
+    load.note_all(0, 1)
+    assert load.num_other_prompts == load.num_answers == 0
+
+
 def test_a_long_prompt_keeps_away_from_answers_that_it_would_hold_up() -> None:
     answering, computing = loads = nodes(2)
     answer(answering, 3)

@@ -96,7 +96,7 @@ class SharedFleet(FleetSimulation):
 
     def _check(self, fleet: Fleet) -> None:
         for url, node in zip(self.urls, self.nodes, strict=True):
-            # As at a node of vLLM, the prompts behind the first one wait.
+            # vLLM counts a prompt as running when it has begun to compute it.
             num_waiting = len(node.waiting) + max(0, len(node.prompts) - 1)
             num_running = len(node.answers) + min(1, len(node.prompts))
             fleet.note_all(url, Occupancy(num_running, num_waiting, 0.0))
