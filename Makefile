@@ -195,8 +195,12 @@ prove-states: $(READY) ## go through every state of two or three nodes, and of a
 	$(BIN)/python -m tests.support.exchange_states --size large
 
 .PHONY: mutants
-mutants: $(READY) ## change the code of handoff and router at random places, and count which proofs notice: NUM=200 SEED=1
-	$(BIN)/python -m tests.support.mutants --num $(or $(NUM),200) --seed $(or $(SEED),1) --jobs 2 --output build/mutants.jsonl
+mutants: $(READY) build/mutant-tools ## change the code of handoff and router at random places, and count which proofs notice: NUM=200 SEED=1
+	PYTHONPATH=$(CURDIR)/build/mutant-tools $(BIN)/python -m tests.support.mutants --num $(or $(NUM),200) --seed $(or $(SEED),1) --jobs 2 --output build/mutants.jsonl
+
+build/mutant-tools: constraints.txt | $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt coverage
 
 .PHONY: test-docker
 test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker, or Buildah and root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.mutants import Mutant, chosen, places_in
+from tests.support.mutants import Measured, Mutant, chosen, places_in
 
 SOURCE = b'''\
 """Text."""
@@ -55,3 +55,18 @@ def test_a_seed_gives_the_same_mutants_of_both_folders() -> None:
     assert mutants != chosen(20, seed=4)
     assert [each.folder for each in mutants].count("router") == 10
     assert all(isinstance(each, Mutant) and each.new != "" for each in mutants)
+
+
+def test_a_suite_that_does_not_come_to_a_change_cannot_notice_it() -> None:
+    message = next(
+        each for each in places_in("p/f.py", SOURCE) if each.new == "pass"
+    )  # instead of `self.end()`, line 6
+    assert Measured(1.0, {"p/f.py": [2, 4, 5, 6]}).comes_to(message, SOURCE)
+    assert not Measured(1.0, {"p/f.py": [2, 4, 7], "p/g.py": [6]}).comes_to(message, SOURCE)
+
+
+def test_a_part_of_an_expression_counts_as_its_statement() -> None:
+    source = b"if (\n    one\n    and two\n):\n    act()\n"
+    dropped = next(each for each in places_in("p/f.py", source) if each.new == "(two)")
+    assert Measured(1.0, {"p/f.py": [1]}).comes_to(dropped, source)
+    assert not Measured(1.0, {"p/f.py": [5]}).comes_to(dropped, source)

@@ -5,6 +5,10 @@ not used, or an action in a list of actions). It is made in a copy of the projec
 every state, the simulators, and the other tests. A suite that fails, or that takes far longer than on unchanged code, has killed
 it. What no suite kills is listed, to be explained or to be tested.
 
+First each file of tests runs on unchanged code under coverage.py. The explorers and simulators are one process, so one that does
+not come to the changed lines cannot notice and is left out. The tests that come to them run first, the fastest before the
+others. The rest runs too, because tests may start processes that are not measured.
+
     python -m tests.support.mutants --num 200 --seed 1 --output mutants.jsonl
 
 With `--output`, a run that was stopped goes on where it was.
@@ -26,10 +30,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Literal
 
 ROOT = Path(__file__).parents[2]
@@ -40,53 +46,52 @@ LEFT_OUT = frozenset({"main.py", "page.py", "__init__.py"})
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests that run together, as arguments of pytest, and an expression of their marks."""
+    """Files of tests that run together, with an expression of their names and one of their marks.
+
+    Attributes:
+        is_one_process: Whether all that it runs is in the process of pytest.
+    """
 
     name: str
-    args: tuple[str, ...]
+    files: tuple[str, ...]
+    names: str = ""
     marks: str = "not full and not slow"
+    is_one_process: bool = True
 
 
 EVERY_STATE = "tests/handoff/test_every_state.py"
+SIMULATION = "tests/handoff/test_simulation.py"
+STACK = "tests/stack/test_stack_simulation.py"
 EVERY_EXCHANGE = "tests/routing/test_every_exchange.py"
+FLEET = "tests/routing/test_fleet_simulation.py"
+
+
+def _files_in(folder: str, *left_out: str) -> tuple[str, ...]:
+    found = (str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("test_*.py")))
+    return tuple(name for name in found if name not in left_out)
+
+
 #: By folder: what runs on a mutant in it.
 SUITES = {
     "connector/handoff": (
-        Suite("explorer", (EVERY_STATE, "-k", "promises_hold"), "not full"),
-        Suite("simulators", ("tests/handoff/test_simulation.py", "tests/stack", "-k", "promise or schedule")),
+        Suite("explorer", (EVERY_STATE,), "promises_hold", "not full"),
+        Suite("simulators", (SIMULATION, STACK), "promise or schedule"),
         Suite(
             "tests",
             (
-                "tests/handoff",
+                *_files_in("tests/handoff", EVERY_STATE, SIMULATION),
                 *(
                     f"tests/connector/test_{name}.py"
                     for name in ("handoff", "halves", "scheduler_half", "worker_half", "faults")
                 ),
-                f"--ignore={EVERY_STATE}",
-                "--ignore=tests/handoff/test_simulation.py",
             ),
+            is_one_process=False,
         ),
     ),
     "router": (
-        Suite("explorer", (EVERY_EXCHANGE, "-k", "promises_hold"), "not full"),
-        Suite(
-            "simulators",
-            (
-                "tests/stack",
-                "tests/routing/test_exchange.py",
-                "tests/routing/test_fleet_simulation.py",
-                "-k",
-                "not planted",
-            ),
-        ),
-        Suite(
-            "tests",
-            (
-                "tests/routing",
-                f"--ignore={EVERY_EXCHANGE}",
-                "--ignore=tests/routing/test_fleet_simulation.py",
-            ),
-        ),
+        Suite("explorer", (EVERY_EXCHANGE,), "promises_hold", "not full"),
+        Suite("simulators", (STACK, "tests/routing/test_exchange.py", FLEET), "not planted"),
+        Suite("tests", _files_in("tests/routing", EVERY_EXCHANGE, FLEET), is_one_process=False),
     ),
 }
 
@@ -269,23 +274,58 @@ def copy_of_project(folder: Path) -> Path:
     return folder
 
 
-def passes(suite: Suite, folder: Path, limit_s: float) -> tuple[bool, float]:
-    """Whether a suite passes in time, and how long it took."""
+@dataclass(frozen=True)
+class Measured:
+    """A file of a suite on unchanged code.
+
+    Attributes:
+        lines: By path: the numbers of the lines that were executed.
+    """
+
+    seconds: float
+    lines: dict[str, list[int]]
+
+    def comes_to(self, mutant: Mutant, source: bytes) -> bool:
+        """Whether it executes a line of what the mutant changes, or of the statement with that in it."""
+        first = source[: mutant.start].count(b"\n") + 1
+        last = source[: mutant.end].count(b"\n") + 1
+        statements = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.stmt)]
+        innermost = max(each.lineno for each in statements if each.lineno <= first <= (each.end_lineno or 0))
+        return not {innermost, *range(first, last + 1)}.isdisjoint(self.lines.get(mutant.path, ()))
+
+
+def measure(suite: Suite, file: str, folder: Path) -> Measured:
+    """Run a file of a suite on unchanged code.
+
+    Raises:
+        SystemExit: it fails, so that it could tell nothing.
+    """
+    data = folder / ".coverage"
+    parts = ",".join(f"{part}/*" for part in SUITES)
+    measured = ("-m", "coverage", "run", f"--data-file={data}", f"--include={parts}")
+    is_right, seconds = passes(suite, (file,), folder, 3600.0, measured)
+    if not is_right:
+        sys.exit(f"on unchanged code the suite {suite.name} fails: pytest -k '{suite.names}' {file}")
+    report = (sys.executable, "-m", "coverage", "json", "-q", f"--data-file={data}", "-o", "-")
+    files = json.loads(subprocess.check_output(report, cwd=folder))["files"]
+    print(f"{suite.name}: {file} takes {seconds:.0f} s", flush=True)
+    return Measured(seconds, {path: each["executed_lines"] for path, each in files.items()})
+
+
+def passes(
+    suite: Suite, files: Sequence[str], folder: Path, limit_s: float, before: Sequence[str] = ()
+) -> tuple[bool, float]:
+    """Whether files of a suite pass in time, and how long they took.
+
+    Args:
+        before: What the interpreter runs pytest with.
+    """
     started = time.monotonic()
-    command = [
-        sys.executable,
-        "-B",
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        suite.marks,
-        *suite.args,
-    ]
-    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-m", suite.marks, "-k", suite.names)
+    command = (sys.executable, "-B", *before, "-m", "pytest", *options, *files)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(folder / "src"), os.environ.get("PYTHONPATH", "")))
+    }
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -307,37 +347,79 @@ def passes(suite: Suite, folder: Path, limit_s: float) -> tuple[bool, float]:
     return status == 0, time.monotonic() - started
 
 
-def limits_in(folder: Path) -> dict[tuple[str, str], float]:
-    """Run all suites on unchanged code; each then has three times as long.
+class Trial:
+    """Tries mutants, each in a copy of the project, with what is known of unchanged code.
 
-    Raises:
-        SystemExit: one fails, so that it could tell nothing.
+    Args:
+        num_copies: Mutants at a time.
+        output: Gets a line of JSON per file that was measured and per mutant. What it has is not done again.
     """
-    limits = {}
-    for part, suites in SUITES.items():
-        for suite in suites:
-            is_right, seconds = passes(suite, folder, 1800.0)
-            if not is_right:
-                sys.exit(
-                    f"on unchanged code the suite {suite.name} of {part} fails: pytest {' '.join(suite.args)}"
-                )
-            print(f"{part}: {suite.name} takes {seconds:.0f} s", flush=True)
-            limits[part, suite.name] = 60.0 + 3 * seconds
-    return limits
 
+    def __init__(self, folder: Path, num_copies: int, output: Path | None) -> None:
+        self.results: dict[str, dict[str, bool]] = {}
+        self._measured: dict[tuple[str, str, str], Measured] = {}
+        self._output = output
+        self._writing = Lock()
+        self._free: SimpleQueue[Path] = SimpleQueue()
+        for number in range(num_copies):
+            self._free.put(copy_of_project(folder / str(number)))
+        if output is not None and output.exists():
+            for line in map(json.loads, output.read_text().splitlines()):
+                if "measured" in line:
+                    self._measured[tuple(line["measured"])] = Measured(line["seconds"], line["lines"])
+                else:
+                    self.results[line["shown"]] = line["kills"]
 
-def kills(mutant: Mutant, folder: Path, limits: dict[tuple[str, str], float]) -> dict[str, bool]:
-    """Which suites notice a mutant."""
-    path = folder / mutant.path
-    source = path.read_bytes()
-    path.write_bytes(mutant.apply(source))
-    try:
-        return {
-            suite.name: not passes(suite, folder, limits[mutant.folder, suite.name])[0]
-            for suite in SUITES[mutant.folder]
-        }
-    finally:
-        path.write_bytes(source)
+    def measure(self, part: str, suite: Suite, file: str) -> None:
+        key = (part, suite.name, file)
+        if key not in self._measured:
+            with self._copy() as folder:
+                found = measure(suite, file, folder)
+            self._measured[key] = found
+            self._write({"measured": key, **asdict(found)})
+
+    def kill(self, mutant: Mutant) -> None:
+        """Find which suites notice a mutant."""
+        source = (ROOT / mutant.path).read_bytes()
+        shown = mutant.shown(source)
+        if shown in self.results:
+            return
+        with self._copy() as folder:
+            path = folder / mutant.path
+            path.write_bytes(mutant.apply(source))
+            try:
+                found = {
+                    suite.name: self._notices(suite, mutant, source, folder)
+                    for suite in SUITES[mutant.folder]
+                }
+            finally:
+                path.write_bytes(source)
+        self.results[shown] = found
+        by = ", ".join(name for name, has_killed in found.items() if has_killed) or "NOTHING"
+        print(f"{len(self.results)} {shown}: killed by {by}", flush=True)
+        self._write({"shown": shown, "kills": found, **asdict(mutant)})
+
+    def _notices(self, suite: Suite, mutant: Mutant, source: bytes, folder: Path) -> bool:
+        measured = {file: self._measured[mutant.folder, suite.name, file] for file in suite.files}
+        comes = {file: each.comes_to(mutant, source) for file, each in measured.items()}
+        files = [file for file in suite.files if comes[file] or not suite.is_one_process]
+        files.sort(key=lambda file: (not comes[file], measured[file].seconds))
+        # Coverage makes the measured times longer, so this is more than twice what unchanged code takes.
+        limit_s = 60.0 + 2 * sum(measured[file].seconds for file in files)
+        return bool(files) and not passes(suite, files, folder, limit_s)[0]
+
+    @contextmanager
+    def _copy(self) -> Iterator[Path]:
+        folder = self._free.get()
+        try:
+            yield folder
+        finally:
+            self._free.put(folder)
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._output is not None:
+            with self._writing, self._output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
@@ -353,38 +435,18 @@ def main() -> None:
     )
     args = parser.parse_args()
     mutants = chosen(args.num, args.seed)
-    results: dict[str, dict[str, bool]] = {}
-    if args.output is not None and args.output.exists():
-        lines = [json.loads(line) for line in args.output.read_text().splitlines()]
-        results = {line["shown"]: line["kills"] for line in lines}
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        free: SimpleQueue[Path] = SimpleQueue()
-        for number in range(args.jobs):
-            free.put(copy_of_project(Path(temporary) / str(number)))
-        first = free.get()
-        limits = limits_in(first)
-        free.put(first)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        trial = Trial(Path(temporary), args.jobs, args.output)
+        files = [(part, suite, file) for part in SUITES for suite in SUITES[part] for file in suite.files]
+        list(pool.map(lambda each: trial.measure(*each), files))
 
         def try_one(mutant: Mutant) -> None:
-            shown = mutant.shown((ROOT / mutant.path).read_bytes())
-            if shown in results or time.monotonic() - started > args.seconds:
-                return
-            folder = free.get()
-            try:
-                found = kills(mutant, folder, limits)
-            finally:
-                free.put(folder)
-            results[shown] = found
-            by = ", ".join(name for name, has_killed in found.items() if has_killed) or "NOTHING"
-            print(f"{len(results)}/{len(mutants)} {shown}: killed by {by}", flush=True)
-            if args.output is not None:
-                with args.output.open("a") as file:
-                    file.write(json.dumps({"shown": shown, "kills": found, **asdict(mutant)}) + "\n")
+            if time.monotonic() - started < args.seconds:
+                trial.kill(mutant)
 
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(try_one, mutants))
-    print(table(mutants, results))
+        list(pool.map(try_one, mutants))
+    print(table(mutants, trial.results))
 
 
 def table(mutants: Sequence[Mutant], results: dict[str, dict[str, bool]]) -> str:
