@@ -1,14 +1,19 @@
-"""A client of one vLLM server: completions of token ids, metrics, and the endpoints for developers."""
+"""A client of one vLLM server: answers to token ids or to a text with an image, metrics, and the endpoints for developers."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import enum
 import http.client
 import json
+import random
 import re
 import socket
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -25,8 +30,12 @@ OFFER: Final[Mapping[str, Any]] = {
     "remote_port": None,
 }
 USAGE: Final = "vllm:kv_cache_usage_perc"
+#: Share of the pool of encoder outputs.
+ENCODER_USAGE: Final = "kvferry_encoder_pool_usage"
 #: Tokens that a server took from its connector instead of computing them.
 LOADED: Final = "vllm:external_prefix_cache_hits_total"
+#: Images of which it took what the encoder computed.
+LOADED_IMAGES: Final = "kvferry_encoder_loaded_items_total"
 PREEMPTIONS: Final = "vllm:num_preemptions_total"
 #: Seconds for an answer that no fault disturbs, such as a page of metrics.
 PATIENCE_S: Final = 30.0
@@ -34,10 +43,66 @@ PATIENCE_S: Final = 30.0
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)(?: \d+)?$", re.MULTILINE)
 
 
+class Form(enum.Enum):
+    """How a server is asked."""
+
+    #: With token ids.
+    TEXT = enum.auto()
+    #: With a text and an image.
+    ILLUSTRATED = enum.auto()
+    #: The same for an encoder, which computes the image and no answer.
+    ENCODED = enum.auto()
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint."""
+        return "/v1/completions" if self is Form.TEXT else "/v1/chat/completions"
+
+    @property
+    def params(self) -> str:
+        """The field of the transfer's params, in requests and answers."""
+        return "kv_transfer_params" if self is Form.TEXT else "ec_transfer_params"
+
+    @property
+    def reason(self) -> str:
+        """Why a whole answer ends."""
+        return "stop" if self is Form.ENCODED else "length"
+
+    def fields(self, prompt: Sequence[int], top: int) -> dict[str, Any]:
+        """Return the fields of a body that are not the same in each form."""
+        if self is Form.TEXT:
+            return {"prompt": list(prompt), "logprobs": top}
+        # A letter per token of the prompt, and an image that no other prompt has.
+        text = "".join(chr(ord("a") + token % 26) for token in prompt)
+        url = "data:image/png;base64," + base64.b64encode(image_of(prompt)).decode()
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+        told = {"logprobs": True, "top_logprobs": top} if self is Form.ILLUSTRATED else {}
+        return {"messages": [{"role": "user", "content": content}], **told}
+
+
+_IMAGE_SIDE: Final = 32
+
+
+def image_of(prompt: Sequence[int]) -> bytes:
+    """Return an image as PNG that only this prompt has: random pixels."""
+    pixels = random.Random(bytes(prompt)).randbytes(3 * _IMAGE_SIDE * _IMAGE_SIDE)
+    row = 3 * _IMAGE_SIDE
+    rows = b"".join(b"\0" + pixels[at : at + row] for at in range(0, len(pixels), row))
+    size = struct.pack(">IIBBBBB", _IMAGE_SIDE, _IMAGE_SIDE, 8, 2, 0, 0, 0)
+    parts = (b"IHDR", size), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+
+
 class Asking:
     """A request in flight, in a thread of its own."""
 
-    def __init__(self, url: str, body: Mapping[str, Any], request_id: str, deadline_s: float) -> None:
+    def __init__(
+        self, url: str, form: Form, body: Mapping[str, Any], request_id: str, deadline_s: float
+    ) -> None:
+        self._form = form
         self._parts = urlsplit(url)
         self._body, self._request_id, self._deadline_s = body, request_id, deadline_s
         self._connection = http.client.HTTPConnection(
@@ -85,7 +150,7 @@ class Asking:
             self._sock = self._connection.sock
             self._connection.request(
                 "POST",
-                self._parts.path + "/v1/completions",
+                self._parts.path + self._form.path,
                 json.dumps(self._body),
                 {"Content-Type": "application/json", "X-Request-Id": self._request_id},
             )
@@ -96,7 +161,7 @@ class Asking:
                 error = _message(response.read())
             elif not self._body.get("stream"):
                 whole = json.loads(response.read())
-                params = whole.get("kv_transfer_params")
+                params = whole.get(self._form.params)
                 reason, error = self._take(whole)
             else:
                 while (line := response.readline()) and not line.startswith(b"data: [DONE]"):
@@ -114,7 +179,7 @@ class Asking:
             self.sent.set()
             self.first_token.set()
             self._connection.close()
-        is_whole = status == 200 and not error and not is_late and reason == "length"
+        is_whole = status == 200 and not error and not is_late and reason == self._form.reason
         if status == 200 and not error and not is_late and not is_whole:
             error = f"the answer ended for the reason {reason!r}"
         seconds = time.monotonic() - started
@@ -129,6 +194,7 @@ class Asking:
             self._tokens += choice.get("token_ids") or ()
             scores = choice.get("logprobs") or {}
             self._logprobs += scores.get("token_logprobs") or ()
+            self._logprobs += [each["logprob"] for each in scores.get("content") or ()]
             self._top += scores.get("top_logprobs") or ()
             reason = choice.get("finish_reason") or reason
         if self._tokens:
@@ -153,10 +219,11 @@ class Client:
     Args:
         model: The name by which the server knows its model.
         deadline_s: An answer that takes longer is a hang.
+        form: How it is asked.
     """
 
-    def __init__(self, url: str, model: str, deadline_s: float) -> None:
-        self.url, self._model, self._deadline_s = url.rstrip("/"), model, deadline_s
+    def __init__(self, url: str, model: str, deadline_s: float, form: Form = Form.TEXT) -> None:
+        self.url, self._model, self._deadline_s, self._form = url.rstrip("/"), model, deadline_s, form
 
     def start(
         self,
@@ -172,25 +239,28 @@ class Client:
         """Ask for a greedy answer, and return at once.
 
         Args:
-            params: The request's `kv_transfer_params`; None: it has none.
+            params: The request's transfer params; None: it has none.
             top: How many of the likeliest tokens to tell at each place.
         """
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": list(prompt),
+            **self._form.fields(prompt, top),
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": top,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "stream": stream,
         }
         if params is not None:
-            body["kv_transfer_params"] = params
+            body[self._form.params] = params
         if salt:
             body["cache_salt"] = salt
-        return Asking(self.url, body, request_id, self._deadline_s)
+        return Asking(self.url, self._form, body, request_id, self._deadline_s)
+
+    def without_image(self) -> Client:
+        """Return a client of the same server that sends token ids alone."""
+        return Client(self.url, self._model, self._deadline_s)
 
     def ask(self, prompt: Sequence[int], max_tokens: int, request_id: str, params: object = None) -> Reply:
         """Ask for a greedy answer and wait for it."""

@@ -18,22 +18,18 @@ from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchErr
 from kvferry.reference.demo.near_tie import Expectation
 from kvferry.transports.errors import ConfigurationError
 
-from .client import LOADED, OFFER, USAGE, Asking, Client
+from .client import ENCODER_USAGE, LOADED, LOADED_IMAGES, OFFER, USAGE, Asking, Client, Form
 from .models import TOKENS, write_other_weights
 from .outcomes import Expected, Outcome, Reply, Rest, Verdict, judge
 from .presets import Connector, Side
 
 #: Arguments of every server that the kit starts. The pool is small, so that blocks are soon used again.
 ARGUMENTS: Final = ("--num-gpu-blocks-override", "96", "--max-model-len", "2048", "--max-num-seqs", "8")
-#: The same for the tiny model, on CPUs and GPUs.
-TINY_ARGUMENTS: Final = (
-    "--dtype",
-    "float32",
-    "--block-size",
-    "32",
-    "--enforce-eager",
-    "--skip-tokenizer-init",
-)
+#: The same for the tiny models, on CPUs and GPUs.
+TINY_ARGUMENTS: Final = ("--dtype", "float32", "--block-size", "32", "--enforce-eager")
+TINY_TEXT_ARGUMENTS: Final = (*TINY_ARGUMENTS, "--skip-tokenizer-init")
+#: vLLM remembers as many encoder outputs as one step has tokens. So other images soon take their place.
+TINY_IMAGE_ARGUMENTS: Final = (*TINY_ARGUMENTS, "--max-num-batched-tokens", "256")
 #: Settings that servers on CPUs need to share a machine. The user's environment overrides them.
 CPU_ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -52,6 +48,9 @@ SERVED_NAME: Final = "model"
 #: Tokens of a prompt under test: a few blocks, which a load moves in one piece.
 PROMPT_TOKENS: Final = 300
 ANSWER_TOKENS: Final = 8
+#: Images that fill the pool of an encoder with the tiny model, and what a server of it remembers of them; and what each comes with.
+OTHER_IMAGES: Final = 260
+OTHER_IMAGE_TOKENS: Final = 30
 #: Seconds between two looks at a pool that has not come back.
 POLL_S: Final = 0.25
 #: Seconds that a pool gets beyond the lease.
@@ -222,6 +221,10 @@ class Lab:
         """A router in front of the pair: the user's, or `kvferry router`, which is started when it is first needed."""
         if self._router is None:
             url = self.settings.router_url
+            if not url and self.settings.connector.encodes:
+                raise NotApplicableError(
+                    "needs a router or proxy that sends requests to encoders: give --router-url"
+                )
             if not url:
                 self.say("starting kvferry router")
                 nodes = [server.process for server in self.pair]
@@ -229,7 +232,7 @@ class Lab:
                 router = self._launcher.start_router("router", nodes[:1], nodes[1:], "--log-level", "warning")
                 router.wait_ready(self.settings.start_s)
                 url = router.url
-            self._router = Client(url, self.settings.model_name, self.settings.deadline_s)
+            self._router = self._client("router", url, self.settings.model_name)
         return self._router
 
     @property
@@ -240,7 +243,7 @@ class Lab:
             folder = self.settings.folder / "other" / model.name
             folder.parent.mkdir(exist_ok=True)
             if self.settings.other_model is None:
-                write_other_weights(model, folder)
+                write_other_weights(model, folder, is_encoder=self.settings.connector.encodes)
             elif not folder.exists():
                 folder.symlink_to(self.settings.other_model.absolute())
             self._other = folder
@@ -249,12 +252,18 @@ class Lab:
     def _server(self, name: str, model: str = "") -> Server:
         settings = self.settings
         if settings.urls:
-            return Server(name, Client(settings.urls[name], settings.model_name, settings.deadline_s))
+            return Server(name, self._client(name, settings.urls[name], settings.model_name))
         self.say(f"starting the {name} server")
         port, side_port = free_port(), free_port()
         start = _Start(self._launcher, settings, name, model or settings.model, side_port)
-        client = Client(f"http://127.0.0.1:{port}", SERVED_NAME, settings.deadline_s)
+        client = self._client(name, f"http://127.0.0.1:{port}", SERVED_NAME)
         return Server(name, client, start, port, settings.start_s)
+
+    def _client(self, name: str, url: str, model: str) -> Client:
+        form = Form.TEXT
+        if self.settings.connector.encodes:
+            form = Form.ENCODED if name in ("prefill", "stranger") else Form.ILLUSTRATED
+        return Client(url, model, self.settings.deadline_s, form)
 
     def heal(self) -> None:
         """Start again whatever of ours may have been harmed."""
@@ -295,6 +304,8 @@ class Lab:
     def _ask_alone(self, prompt: str | Sequence[int], max_tokens: int) -> Expectation:
         """For `near_tie.compare`; log probabilities differ by as much as logits."""
         tokens = [int(token) for token in prompt]
+        if self.settings.connector.encodes:
+            return Expectation(tokens, [], [])  # a text cannot be continued by token ids
         asking = self.alone.client.start(tokens, max_tokens, self.request_id(), top=2)
         reply = asking.reply()
         return Expectation(tokens, reply.token_ids, asking.likeliest, reply.logprobs)
@@ -303,14 +314,19 @@ class Lab:
         """Compare a reply with the single server's answer."""
         return judge(reply, self.expected(prompt, max_tokens), self._ask_alone, self.settings.tolerance)
 
+    def judge_offer(self, reply: Reply, prompt: Sequence[int]) -> Verdict:
+        """Compare the reply of the prefill server, of one token, with the single server's. An encoder answers with no token."""
+        if self.settings.connector.encodes and reply.is_whole:
+            return Verdict(Outcome.RIGHT, seconds=round(reply.seconds, 3))
+        return self.judge(reply, prompt, 1)
+
     def start_offer(
         self, prompt: Sequence[int], request_id: str, server: Server | None = None, salt: str = ""
     ) -> Asking:
         """Have a prefill server compute a prompt."""
-        client = (server or self.prefill).client
-        return client.start(
-            prompt, 1, request_id, OFFER if self.settings.connector.takes_params else None, salt=salt
-        )
+        client, connector = (server or self.prefill).client, self.settings.connector
+        is_asked = connector.takes_params and not connector.encodes  # an encoder offers whatever it computes
+        return client.start(prompt, 1, request_id, OFFER if is_asked else None, salt=salt)
 
     def offer(
         self, prompt: Sequence[int], request_id: str, server: Server | None = None, salt: str = ""
@@ -345,13 +361,13 @@ class Lab:
         salt: str = "",
     ) -> Verdict:
         """Ask the decode server, and judge the answer. Nothing else may be in flight, because it says what was loaded."""
-        client = self.decode.client
-        (before,) = client.metrics(LOADED)
+        client, metric = self.decode.client, LOADED_IMAGES if self.settings.connector.encodes else LOADED
+        (before,) = client.metrics(metric)
         reply = client.start(prompt, max_tokens, request_id, params, salt=salt).reply()
         verdict = self.judge(reply, prompt, max_tokens)
         if verdict.outcome is not Outcome.RIGHT:
             return verdict
-        (after,) = client.metrics(LOADED)
+        (after,) = client.metrics(metric)
         return Verdict(verdict.outcome, verdict.why, after > before, verdict.near_ties, verdict.seconds)
 
     # -- moments and memory --------------------------------------------------------------------------
@@ -366,8 +382,11 @@ class Lab:
     def overwrite(self, server: Server) -> list[tuple[list[int], Reply]]:
         """Use each block of a server's pool that is free for other prompts, and return these with their answers."""
         length = min(1024, self.pool_tokens // 3)
+        num = -(-self.pool_tokens // length)
+        if self.settings.connector.encodes:
+            num, length = OTHER_IMAGES, OTHER_IMAGE_TOKENS
         done = []
-        for _ in range(-(-self.pool_tokens // length)):
+        for _ in range(num):
             prompt = self.prompt(length)
             done.append((prompt, server.client.ask(prompt, 1, self.request_id())))
         return done
@@ -375,12 +394,14 @@ class Lab:
     def wait_for_pool(self, server: Server, longest_s: float) -> float:
         """Wait until a server uses no block. Returns the share that it still uses at the end.
 
-        A server updates the figure when it computes something. So it is asked for a token before each look.
+        A server updates the figure when it computes something. So it is asked for a token before each look, and without an
+        image, because an encoder would offer it.
         """
         until = time.monotonic() + longest_s
+        client = server.client.without_image()
         while True:
-            server.client.ask(self.prompt(8), 1, self.request_id())
-            (used,) = server.client.metrics(USAGE)
+            client.ask(self.prompt(8), 1, self.request_id())
+            used = max(client.metrics(USAGE, ENCODER_USAGE))
             if used == 0.0 or time.monotonic() > until:
                 return used
             time.sleep(POLL_S)
@@ -416,7 +437,7 @@ class OfferError(Exception):
     def __init__(self, reply: Reply) -> None:
         super().__init__(
             reply.error
-            or ("no kv_transfer_params in the answer" if reply.is_whole else f"status {reply.status}")
+            or ("no transfer params in the answer" if reply.is_whole else f"status {reply.status}")
         )
         self.reply = reply
 
@@ -444,7 +465,9 @@ class _Start:
                 model = Path(model).name
         command += ["--model", model, "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
-        command += [*(TINY_ARGUMENTS if settings.is_tiny else ()), *settings.serve_arguments]
+        if settings.is_tiny:
+            command += TINY_IMAGE_ARGUMENTS if settings.connector.encodes else TINY_TEXT_ARGUMENTS
+        command += settings.serve_arguments
         environment = {**CPU_ENVIRONMENT, **ENVIRONMENT}
         environment = {name: value for name, value in environment.items() if name not in os.environ}
         if self.name != "alone":
@@ -452,7 +475,7 @@ class _Start:
             folder = str(settings.folder / "shared")
             os.makedirs(folder, exist_ok=True)
             transfer = settings.connector.transfer_of(side, self.side_port, folder, settings.policy)
-            command += ["--kv-transfer-config", json.dumps(transfer)]
+            command += [settings.connector.option, json.dumps(transfer)]
             environment |= settings.connector.environment_of(side, self.side_port, folder)
         environment |= settings.environments.get(self.name, {})
         name = f"{settings.connector.name}-{self.name}-{self._numbers[0]}"

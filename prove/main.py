@@ -26,7 +26,7 @@ from kvferry.reference.demo.near_tie import tolerance_of
 from kvferry.transports.errors import ConfigurationError
 
 from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerError, parse_environment
-from .models import write_tiny_model
+from .models import write_tiny_image_model, write_tiny_model
 from .outcomes import BAD, Outcome, Verdict, judge_rest
 from .presets import Connector, connector_of
 from .results import Results, Target, html, markdown
@@ -145,7 +145,14 @@ def _settings(
     arguments: argparse.Namespace, connector: Connector, folder: Path, urls: Mapping[str, str]
 ) -> Settings:
     is_tiny = arguments.model == "tiny"
-    model = str(write_tiny_model(folder / "tiny-model")) if is_tiny and not urls else arguments.model
+    model = arguments.model
+    if is_tiny and not urls:
+        write, name = (
+            (write_tiny_image_model, "tiny-image-model")
+            if connector.encodes
+            else (write_tiny_model, "tiny-model")
+        )
+        model = str(write(folder / name))
     environments = {
         side: parse_environment(getattr(arguments, f"{side}_env"), f"--{side}-env") for side in _SIDES
     }
@@ -339,7 +346,9 @@ def _environment(lab: Lab, settings: Settings) -> dict[str, str]:
     hardware = f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GB"
     if gpus := _gpus():
         hardware += f"; {gpus}"
-    model = "a random Llama of 3 layers" if settings.is_tiny else settings.model
+    model = settings.model
+    if settings.is_tiny:
+        model = f"a random {'Idefics3' if settings.connector.encodes else 'Llama'} of 3 layers"
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "hardware": hardware,

@@ -1,15 +1,18 @@
-"""The models of the servers: a tiny random one, and a copy of any model with other weights under the same name."""
+"""The models of the servers: tiny random ones, and a copy of any model with other weights under the same name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvferry.transports.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 #: Tokens of every prompt: these exist in any vocabulary, and are no special tokens in the tiny one.
 TOKENS: Final = range(3, 250)
@@ -36,6 +39,9 @@ _CONFIG: Final[Mapping[str, object]] = {
 }
 #: So large that every token of a prompt changes the answer. With a usual deviation a wrong cache could go unnoticed.
 _DEVIATION: Final = 0.3
+_EOS: Final = "<eos>"
+#: The token that stands for an image in a prompt for the tiny image model.
+IMAGE_TOKEN: Final = 257
 
 
 def write_tiny_model(folder: Path, seed: int = 0) -> Path:
@@ -86,11 +92,74 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_other_weights(model: Path, folder: Path) -> Path:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte, and an end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {_EOS: len(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS)  # type: ignore[no-untyped-call]
+    wrapped.chat_template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}assistant:"
+    return wrapped
+
+
+def write_tiny_image_model(folder: Path) -> Path:
+    """Write a random Idefics3 model in float32: images of 32 x 32 pixels, each four vectors among the prompt's."""
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    from kvferry.reference.engine.progress import quiet_loading
+
+    text = {name: value for name, value in _CONFIG.items() if name not in ("architectures", "torch_dtype")}
+    vision = {
+        "model_type": "idefics3_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "initializer_range": _DEVIATION,
+    }
+    # The type of the class does not have the fields of its base.
+    make_config: Any = Idefics3Config
+    config = make_config(
+        text_config={**text, "vocab_size": 320, "initializer_range": _DEVIATION, "pad_token_id": None},
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        initializer_range=_DEVIATION,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Idefics3ForConditionalGeneration(config)
+    with quiet_loading():
+        model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    # The first new token gets the id after the last one, which is `IMAGE_TOKEN`.
+    items = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": items})
+    edge = {"longest_edge": 32}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    processor = Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=4)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def write_other_weights(model: Path, folder: Path, *, is_encoder: bool = False) -> Path:
     """Write a model that differs from another one in a single tensor only, and link its other files.
 
     The values of a tensor that the cache depends on are the same ones, in the opposite order. So the file has the same size,
     and no value is unusual.
+
+    Args:
+        is_encoder: The tensor is one of those that images are computed with.
 
     Raises:
         ConfigurationError: the model is no local folder with safetensors.
@@ -106,14 +175,17 @@ def write_other_weights(model: Path, folder: Path) -> Path:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
         names = sorted(
-            name for name in header if name.endswith(("v_proj.weight", "qkv_proj.weight", "c_attn.weight"))
+            name
+            for name in header
+            if name.endswith(("v_proj.weight", "qkv_proj.weight", "qkv.weight", "c_attn.weight"))
+            and ("vis" in name) is is_encoder
         )
         if names:
             break
     else:
         raise ConfigurationError(
-            f"cannot make other weights of the model {str(model)!r}: no *.safetensors there has a tensor v_proj, qkv_proj "
-            "or c_attn; leave out the rows other-weights and weights-in-memory with --skip",
+            f"cannot make other weights of the model {str(model)!r}: no *.safetensors there has a tensor v_proj, qkv_proj, "
+            "qkv or c_attn; leave out the rows other-weights and weights-in-memory with --skip",
             key="--model",
             value=str(model),
         )

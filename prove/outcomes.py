@@ -45,7 +45,7 @@ class Reply:
         error: What the server or the connection said instead of an answer.
         is_late: The deadline passed before the end.
         seconds: From the request to its end.
-        params: The `kv_transfer_params` of the answer.
+        params: The transfer params of the answer.
     """
 
     status: int = 0

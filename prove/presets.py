@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from kvferry.transports.errors import ConfigurationError
@@ -21,12 +21,14 @@ class Connector:
     """A connector to try.
 
     Attributes:
-        transfer: vLLM's `kv_transfer_config`, with `PLACEHOLDERS`.
+        transfer: vLLM's `kv_transfer_config`, or `ec_transfer_config` if it `encodes`, with `PLACEHOLDERS`.
         takes_params: Whether the prefill server's answer has `kv_transfer_params` that the decode server needs. If not, the
             decode server finds the cache by the prompt.
         lease_s: After so many seconds the prefill server must have given up blocks that no server fetched.
         environment: Variables for the servers, with `PLACEHOLDERS`.
         needs: A module that the servers must be able to import.
+        encodes: It hands over what an encoder computed from an image. Then the prefill server is an encoder and computes no
+            answer, each prompt has an image of its own, and the decode server computes the prompt.
         about: What it is, in one line.
     """
 
@@ -37,10 +39,18 @@ class Connector:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     about: str = ""
+    encodes: bool = False
+
+    @property
+    def option(self) -> str:
+        """The option of vLLM that takes the configuration."""
+        return "--ec-transfer-config" if self.encodes else "--kv-transfer-config"
 
     def transfer_of(self, side: Side, port: int, folder: str, policy: str) -> dict[str, Any]:
         """Return the configuration of one side."""
         filled: dict[str, Any] = _filled(self.transfer, side, port, folder)
+        if self.encodes:
+            return {**filled, "ec_role": "ec_consumer" if side == "decode" else "ec_producer"}
         return {**filled, "kv_load_failure_policy": policy}
 
     def environment_of(self, side: Side, port: int, folder: str) -> dict[str, str]:
@@ -80,6 +90,15 @@ def _kvferry(transport: str, **options: object) -> dict[str, Any]:
     }
 
 
+def _kvferry_encoder(transport: str, **options: object) -> dict[str, Any]:
+    return {
+        "ec_connector": "KvferryEncoderConnector",
+        "ec_connector_module_path": "kvferry.connector.vllm",
+        # So small that other images can take the place of all that were offered.
+        "ec_connector_extra_config": {"transport": transport, "pool_mb": 2, **_KVFERRY_TIMES, **options},
+    }
+
+
 def _nixl(connector: str) -> dict[str, Any]:
     return {
         "kv_connector": connector,
@@ -114,6 +133,20 @@ PRESETS: Final[Mapping[str, Connector]] = {
         Connector("ucx", _kvferry("ucx"), lease_s=_LEASE_S, needs="ucxx", about="kvferry over UCX"),
         Connector(
             "kvferry-nixl", _kvferry("nixl"), lease_s=_LEASE_S, needs="nixl_cu12", about="kvferry over NIXL"
+        ),
+        Connector(
+            "encoder-shm",
+            _kvferry_encoder("shm", address="shm://@kvferry-prove-{port}"),
+            lease_s=_LEASE_S,
+            about="kvferry's connector of encoder outputs over shared memory: an encoder apart",
+            encodes=True,
+        ),
+        Connector(
+            "encoder-tcp",
+            _kvferry_encoder("tcp", **_NETWORK),
+            lease_s=_LEASE_S,
+            about="the same over TCP",
+            encodes=True,
         ),
         Connector(
             "nixl",
@@ -166,7 +199,7 @@ def connector_of(
 
     Args:
         preset: A name of `PRESETS`; not used if `transfer` is given.
-        transfer: A `kv_transfer_config` as JSON, or a file that holds one after `@`; empty: the preset.
+        transfer: A `kv_transfer_config` or `ec_transfer_config` as JSON, or a file that holds one after `@`; empty: the preset.
         name: Its name in the table; empty: the preset's, or the connector's own.
         lease_s: Instead of the preset's.
         takes_params: Instead of the preset's.
@@ -184,14 +217,11 @@ def connector_of(
             key="--preset",
             value=preset,
         )
-    return Connector(
-        name or found.name,
-        found.transfer,
-        found.takes_params if takes_params is None else takes_params,
-        found.lease_s if lease_s is None else lease_s,
-        found.environment,
-        found.needs,
-        found.about,
+    return replace(
+        found,
+        name=name or found.name,
+        takes_params=found.takes_params if takes_params is None else takes_params,
+        lease_s=found.lease_s if lease_s is None else lease_s,
     )
 
 
@@ -206,10 +236,13 @@ def _custom(text: str) -> Connector:
         raise ConfigurationError(
             f"{key} must be JSON, or @FILE with JSON: {error}; got {text[:100]!r}", key=key, value=text
         ) from error
-    if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
-        raise ConfigurationError(
-            f"{key} must be an object with kv_connector, as vLLM's --kv-transfer-config; got {text[:100]!r}",
-            key=key,
-            value=text,
-        )
-    return Connector(found["kv_connector"], found, lease_s=30.0, about="given by --transfer-config")
+    for name in ("kv_connector", "ec_connector"):
+        if isinstance(found, dict) and isinstance(connector := found.get(name), str):
+            about = "given by --transfer-config"
+            return Connector(connector, found, lease_s=30.0, about=about, encodes=name == "ec_connector")
+    raise ConfigurationError(
+        f"{key} must be an object with kv_connector, as vLLM's --kv-transfer-config, or with ec_connector, as its "
+        f"--ec-transfer-config; got {text[:100]!r}",
+        key=key,
+        value=text,
+    )

@@ -41,7 +41,7 @@ class Target:
 
     Attributes:
         about: What the connector is.
-        transfer: Its `kv_transfer_config`.
+        transfer: Its `kv_transfer_config` or `ec_transfer_config`.
         environment: Versions and hardware: name → text.
         command: The command that repeats a cell, without `--only`.
         cells: Row → stage → its runs.
@@ -54,6 +54,11 @@ class Target:
     command: str = ""
     cells: dict[str, dict[str, list[Verdict]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def transfer_name(self) -> str:
+        """What vLLM calls `transfer`."""
+        return "ec_transfer_config" if "ec_connector" in self.transfer else "kv_transfer_config"
 
     def add(self, row: str, verdicts: Mapping[str, Verdict]) -> None:
         """Add one run of a row."""
@@ -195,7 +200,7 @@ def markdown(targets: Mapping[str, Target]) -> str:
     for name, target in targets.items():
         lines += [f"## {name}", "", f"{target.about}.", ""]
         lines += [f"* {key}: {value}" for key, value in target.environment.items()]
-        lines += [f"* kv_transfer_config: `{json.dumps(target.transfer)}`"]
+        lines += [f"* {target.transfer_name}: `{json.dumps(target.transfer)}`"]
         lines += [f"* each row again: `{target.command} --only ROW`", ""]
         columns = _columns([target])
         lines += [_line(["fault", *columns]), _line(["---"] * (len(columns) + 1))]
@@ -271,7 +276,7 @@ def html(targets: Mapping[str, Target]) -> str:
     for name, target in targets.items():
         parts.append(f"<h2>{escape(name)}</h2><p>{escape(target.about)}.</p><ul>")
         parts += [f"<li>{escape(key)}: {escape(value)}" for key, value in target.environment.items()]
-        parts.append(f"<li>kv_transfer_config: <code>{escape(json.dumps(target.transfer))}</code></ul>")
+        parts.append(f"<li>{target.transfer_name}: <code>{escape(json.dumps(target.transfer))}</code></ul>")
         columns = _columns([target])
         heads = "".join(f"<th title='{escape(STAGES[stage], quote=True)}'>{stage}" for stage in columns)
         parts.append(f"<table><tr><th>fault{heads}<th>again")

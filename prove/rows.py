@@ -115,7 +115,9 @@ class _Flight:
 
     def verdicts(self) -> Verdicts:
         return {
-            stage: self.lab.judge(asking.reply(), prompt, max_tokens)
+            stage: self.lab.judge_offer(asking.reply(), prompt)
+            if stage == "computing"
+            else self.lab.judge(asking.reply(), prompt, max_tokens)
             for stage, (asking, prompt, max_tokens) in self.asked.items()
         }
 
@@ -216,7 +218,7 @@ def _freeze_decode(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collect
             lab.decode.thaw()
         found = flight.verdicts()
         if others:
-            found["bystanders"] = _worst([lab.judge(reply, prompt, 1) for prompt, reply in others])
+            found["bystanders"] = _worst([lab.judge_offer(reply, prompt) for prompt, reply in others])
         return found
 
     return run
@@ -250,15 +252,24 @@ def _stale_for_another(lab: Lab, stages: Collection[str]) -> Verdicts:
     prompt, other, request_id = lab.prompt(), lab.prompt(), lab.request_id()
     params = lab.offer(prompt, request_id)
     first = lab.ask_loading(prompt, params, request_id)
-    return {
-        "asked": lab.ask_loading(other, params, lab.request_id()) if first.outcome is Outcome.RIGHT else first
-    }
+    if first.outcome is not Outcome.RIGHT:
+        return {"asked": first}
+    if lab.settings.connector.encodes:
+        params = _as_if_of(lab.offer(other, lab.request_id()), params)
+    return {"asked": lab.ask_loading(other, params, lab.request_id())}
+
+
+def _as_if_of(right: Any, wrong: Any) -> Any:
+    """Return the params of other images under the ids of the right ones: a decode server looks for those."""
+    return dict(zip(right, wrong.values(), strict=False))
 
 
 def _swapped(lab: Lab, stages: Collection[str]) -> Verdicts:
     """Two prompts of the same length, each with the params of the other one."""
     prompts, ids = (lab.prompt(), lab.prompt()), (lab.request_id(), lab.request_id())
     params = [lab.offer(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
+    if lab.settings.connector.encodes:
+        params = [_as_if_of(other, own) for own, other in zip(params, reversed(params), strict=True)]
     verdicts = [
         lab.ask_loading(prompt, theirs, request_id)
         for prompt, theirs, request_id in zip(prompts, reversed(params), ids, strict=True)
@@ -323,10 +334,11 @@ def _weights_in_memory(lab: Lab, stages: Collection[str]) -> Verdicts:
     found = {}
     try:
         _reload(lab.prefill, str(lab.other_model))
-        probe = lab.prompt()
-        reply = lab.prefill.client.ask(probe, ANSWER_TOKENS, lab.request_id())
-        if lab.judge(reply, probe).outcome is not Outcome.WRONG:
-            raise NotApplicableError("reload_weights changed no answer of the prefill server")
+        if not lab.settings.connector.encodes:  # an encoder answers with no token
+            probe = lab.prompt()
+            reply = lab.prefill.client.ask(probe, ANSWER_TOKENS, lab.request_id())
+            if lab.judge(reply, probe).outcome is not Outcome.WRONG:
+                raise NotApplicableError("reload_weights changed no answer of the prefill server")
         found["asked"] = _without_params(lab)
         _reload(lab.prefill, lab.settings.model)
         found["restored"] = _without_params(lab)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgpack
+from prometheus_client import Counter, Gauge
 from vllm import __version__ as vllm_version
 from vllm.distributed import get_tp_group
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -32,6 +33,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
     ECConnectorRole,
 )
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.v1.request import RequestStatus
 
 from ...transports.checked import integer
@@ -164,6 +166,62 @@ class ItemPool:
         os.close(self._descriptor)
 
 
+#: What becomes of items, and what the metric of it counts.
+_COUNTS: Mapping[str, str] = {
+    "offered": "Items that this node's encoder computed and offered to another node",
+    "loaded": "Items that were loaded from another node",
+    "failed": "Items that another node offered and this one computed itself",
+}
+_USAGE = "usage"
+
+
+class EncoderStats(ECConnectorStats):  # type: ignore[misc]
+    """Counts of items since the figures before, and the share of the pool that is in use."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: ECConnectorStats) -> EncoderStats:
+        counts = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in _COUNTS}
+        return EncoderStats(data={**counts, _USAGE: other.data.get(_USAGE, self.data.get(_USAGE, 0.0))})
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class EncoderPromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
+    """Export the figures with vLLM's labels."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: metric_types[Counter](f"kvferry_encoder_{name}_items", text, labelnames)
+            for name, text in _COUNTS.items()
+        }
+        text = "Share of the pool of encoder outputs that is in use, 0 to 1"
+        self._usage = metric_types[Gauge]("kvferry_encoder_pool_usage", text, labelnames)
+        for host in per_engine_labelvalues.values():  # so that they are there from the start
+            for metric in (*self._counters.values(), self._usage):
+                metric.labels(*host)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        host = self.per_engine_labelvalues[engine_idx]
+        for name, counter in self._counters.items():
+            counter.labels(*host).inc(transfer_stats_data.get(name, 0))
+        self._usage.labels(*host).set(transfer_stats_data.get(_USAGE, 0.0))
+
+
 class KvferryEncoderConnector(ECConnectorBase):  # type: ignore[misc]
     """Both halves, of which vLLM makes one per process."""
 
@@ -226,6 +284,17 @@ class KvferryEncoderConnector(ECConnectorBase):  # type: ignore[misc]
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler_side.request_finished(request)
 
+    def get_ec_connector_stats(self) -> EncoderStats | None:
+        return None if self.scheduler_side is None else self.scheduler_side.take_stats()
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EncoderStats:
+        return EncoderStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> EncoderPromMetrics:
+        return EncoderPromMetrics(*args)
+
     def weights_may_change(self) -> None:
         """Exchange nothing any more. What a caller of the workers does to the weights of an encoder is not looked at."""
         self._scheduler_side.end_all(
@@ -278,6 +347,7 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_offered = self.num_loaded = self.num_failed = 0
+        self._told: dict[str, float] = {}  # the figures of all time, as they were last told
         self._numbers = GuardNumbers()
         self._wanted: dict[str, dict[str, Place]] = {}  # by request, by item; what the worker is to write
         self._held: dict[str, tuple[int, ...]] = {}  # by name of an offer: its blocks
@@ -294,6 +364,16 @@ class SchedulerSide:
         """Blocks that are in use."""
         self._poll()
         return len(self._pool.blocks) - 1 - len(self._free)
+
+    def take_stats(self) -> EncoderStats:
+        """Return what has changed since the last call."""
+        counts: dict[str, float] = {name: getattr(self, f"num_{name}") for name in _COUNTS}
+        usage = self.num_used / (len(self._pool.blocks) - 1)
+        before, self._told = self._told, {**counts, _USAGE: usage}
+        if self._told == before:
+            return EncoderStats()
+        changes = {name: count - before.get(name, 0) for name, count in counts.items()}
+        return EncoderStats(data={**changes, _USAGE: usage})
 
     # -- items of this node --------------------------------------------------------------------------
 

@@ -62,11 +62,19 @@ def test_the_placeholders_of_a_connector_are_filled() -> None:
         for side in SIDES:
             told = json.dumps(preset.transfer_of(side, 5600, "/shared", "fail"))
             assert "{" not in told.replace('{"', "").replace("{}", ""), name
-            assert '"kv_load_failure_policy": "fail"' in told
+            assert ('"kv_load_failure_policy": "fail"' in told) is not preset.encodes
     assert PRESETS["tcp"].transfer_of("decode", 5600, "", "fail")["kv_connector_extra_config"][
         "transport_options"
     ] == {"bind_host": "127.0.0.1", "port": 5600}
     assert PRESETS["nixl"].environment_of("prefill", 5600, "")["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+
+
+def test_an_encoder_apart_has_another_option_and_a_role_per_side() -> None:
+    preset = PRESETS["encoder-shm"]
+    roles = {side: preset.transfer_of(side, 5600, "", "fail")["ec_role"] for side in SIDES}
+    assert roles == {"prefill": "ec_producer", "decode": "ec_consumer", "stranger": "ec_producer"}
+    assert (preset.option, PRESETS["shm"].option) == ("--ec-transfer-config", "--kv-transfer-config")
+    assert connector_of("shm", '{"ec_connector": "Mine"}', "", None, None).encodes
 
 
 def test_any_connector_can_be_given(tmp_path: Path) -> None:
@@ -87,7 +95,7 @@ def test_any_connector_can_be_given(tmp_path: Path) -> None:
         ),
         ("shm", "{", "--transfer-config must be JSON"),
         ("shm", "@/no/such/file", "--transfer-config must be JSON, or @FILE"),
-        ("shm", "[1]", "an object with kv_connector"),
+        ("shm", "[1]", "an object with kv_connector, .* or with ec_connector"),
     ],
 )
 def test_a_wrong_connector_is_refused_by_option_and_value(preset: str, transfer: str, message: str) -> None:

@@ -6,10 +6,11 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
-from kvferry.prove.client import LOADED, USAGE, Client
+from kvferry.prove.client import LOADED, USAGE, Client, Form, image_of
 
 METRICS = f"""\
 # HELP x a comment
@@ -34,6 +35,17 @@ def _choice(tokens: list[int], reason: str | None) -> dict[str, object]:
             }
         ]
     }
+
+
+def _chat(body: dict[str, Any]) -> dict[str, object]:
+    """Answer as vLLM does: an encoder, which is asked for no log probabilities, has no tokens."""
+    ((image, text),) = [message["content"] for message in body["messages"]]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert "kv_transfer_params" not in body
+    if "logprobs" not in body:
+        return {"choices": [{"token_ids": [], "finish_reason": "stop"}]}
+    scores = {"content": [{"token": "token_id:7", "logprob": -0.5}]}
+    return {"choices": [{"token_ids": [len(text["text"])], "finish_reason": "length", "logprobs": scores}]}
 
 
 class _Server(ThreadingHTTPServer):
@@ -62,6 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/chat/completions":
+            return self._send(200, json.dumps({**_chat(body), "ec_transfer_params": {"item": {}}}).encode())
         kind = body["prompt"][0]
         if kind == 1:
             whole = {**_choice([7, 8], "length"), "kv_transfer_params": {"a": body["kv_transfer_params"]}}
@@ -117,6 +131,20 @@ def test_a_whole_answer_has_tokens_scores_and_params(client: Client) -> None:
     assert (reply.token_ids, reply.logprobs) == ([7, 8], [-3.5, -4.0])
     assert reply.params == {"a": {"x": 1}}
     assert asking.likeliest == [(7, -3.5), (99, -9.0)]
+
+
+def test_a_prompt_can_come_with_an_image(server: _Server) -> None:
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    reply = Client(url, "model", 5.0, Form.ILLUSTRATED).ask([1, 2, 3], 1, "id")
+    assert (reply.is_whole, reply.token_ids, reply.logprobs) == (True, [3], [-0.5])
+    encoded = Client(url, "model", 5.0, Form.ENCODED).ask([1, 2, 3], 1, "id")
+    assert (encoded.is_whole, encoded.token_ids, encoded.params) == (True, [], {"item": {}})
+
+
+def test_each_prompt_has_an_image_of_its_own() -> None:
+    one, same, other = (image_of(prompt) for prompt in ([1, 2], [1, 2], [1, 3]))
+    assert one == same != other
+    assert one.startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_an_error_has_its_message(client: Client) -> None:

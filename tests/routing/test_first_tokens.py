@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from kvferry.prove.models import byte_tokenizer
 from kvferry.reference.engine.default_model import default_model_folder
 from kvferry.router.beginnings import (
     COMPLETIONS,
@@ -24,7 +25,6 @@ from kvferry.router.beginnings import (
 )
 from kvferry.router.first_tokens import PassedToken, StitchedToken, first_token_of, is_expected
 from kvferry.web.sse import Event, Filter, Splitter, events_of, passing
-from tests.support.tiny_models import byte_tokenizer
 
 TOKENIZERS: dict[str, Tokenizer] = {
     "bytes": byte_tokenizer().backend_tokenizer,

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvferry.prove.models import byte_tokenizer
 from kvferry.reference.engine.progress import quiet_loading
 from tests.support.answers import Answer
 
-_EOS = "<eos>"
 _COMMON = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -166,52 +165,6 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     return folder
 
 
-#: The token that stands for an image in a prompt for the model of `write_tiny_image_model`.
-IMAGE_TOKEN = 257
-
-
-def write_tiny_image_model(folder: Path) -> Path:
-    """Write an Idefics3 model with random weights: images of 32 x 32 pixels, each four vectors among the prompt's."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    text = {**_COMMON, "model_type": "llama", "hidden_size": 128, "head_dim": 32, "vocab_size": 320}
-    vision = {
-        "model_type": "idefics3_vision",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "initializer_range": 0.3,
-    }
-    # The type of the class does not have the fields of its base.
-    make_config: Any = Idefics3Config
-    config = make_config(
-        text_config={**text, "max_position_embeddings": 2048},
-        vision_config=vision,
-        image_token_id=IMAGE_TOKEN,
-        scale_factor=2,
-        initializer_range=0.3,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Idefics3ForConditionalGeneration(config)
-    with quiet_loading():
-        model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    # The first new token gets the id after the last one, which is `IMAGE_TOKEN`.
-    items = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": items})
-    edge = {"longest_edge": 32}
-    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-    processor = Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=4)
-    processor.save_pretrained(folder)
-    return folder
-
-
 #: Rank and scale of the adapters that `write_adapter` writes.
 RANK, ALPHA = 4, 8
 
@@ -275,15 +228,3 @@ def generate_greedily(
     tokens = whole.sequences[0, -num_tokens:].tolist()
     scores = [logits[0].float().log_softmax(dim=-1) for logits in whole.logits]
     return Answer(tokens, (float(of[token]) for of, token in zip(scores, tokens, strict=True)))
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, and an end token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet)} | {_EOS: len(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS)  # type: ignore[no-untyped-call]
-    wrapped.chat_template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}assistant:"
-    return wrapped

@@ -7,10 +7,17 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from safetensors import safe_open
+from torch import equal
+
+from tests.support.metrics_page import declared
 
 base = pytest.importorskip("vllm.distributed.ec_transfer.ec_connector.base")
 
@@ -42,7 +49,7 @@ def transfer(role: str, **extra: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def image_model(tmp_path_factory):
-    from tests.support.tiny_models import write_tiny_image_model
+    from kvferry.prove.models import write_tiny_image_model
 
     return write_tiny_image_model(tmp_path_factory.mktemp("images"))
 
@@ -105,7 +112,7 @@ def assert_at_rest(node) -> None:
 
 @pytest.fixture
 def illustrated(prompt):
-    from tests.support.tiny_models import IMAGE_TOKEN
+    from kvferry.prove.models import IMAGE_TOKEN
 
     tokens = prompt(100)
     return [*tokens[:28], IMAGE_TOKEN, *tokens[28:]]
@@ -130,6 +137,28 @@ def assert_like_alone(node, tokens, answer, image="red") -> None:
     alone, *counts = ask(node, tokens, None, image)
     assert counts == [0, 0]
     assert (answer["tokens"], answer["logprobs"]) == (alone["tokens"], alone["logprobs"])
+
+
+def test_the_figures_of_an_encoder_are_on_the_servers_metrics_page():
+    from kvferry.connector.vllm import KvferryEncoderConnector
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(ec_transfer_config=None)
+    metrics = KvferryEncoderConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    build = KvferryEncoderConnector.build_ec_connector_stats
+    first = build({"offered": 2, "loaded": 1, "failed": 0, "usage": 0.5})
+    metrics.observe(first.aggregate(build({"offered": 1, "loaded": 0, "failed": 3, "usage": 0.25})).data)
+    exported = declared(generate_latest(registry).decode())
+    values = {name: registry.get_sample_value(name, {"engine": "0"}) for name in exported}
+    assert values == {
+        "kvferry_encoder_offered_items_total": 3,
+        "kvferry_encoder_loaded_items_total": 1,
+        "kvferry_encoder_failed_items_total": 3,
+        "kvferry_encoder_pool_usage": 0.25,
+    }
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert all(f"* `{name}`: {metric.text}\n" in page for name, metric in exported.items())
 
 
 def test_an_image_is_computed_at_one_node_and_answered_at_another(encoder, answering, illustrated):
@@ -235,13 +264,15 @@ def test_an_image_goes_through_three_nodes(start, encoder, answering, illustrate
 
 
 def test_other_weights_under_the_same_name_are_refused(start, answering, illustrated, image_model, tmp_path):
-    from tests.support.tiny_models import scale_tensor
+    from kvferry.prove.models import write_other_weights
 
     path = image_model / "model.safetensors"
     kept = shutil.copy(path, tmp_path)
-    with safe_open(path, "pt") as file:
-        name = next(name for name in file.keys() if "vision" in name and "proj.weight" in name)  # noqa: SIM118
-    scale_tensor(image_model, name, 1.5)
+    other = write_other_weights(image_model, tmp_path / "other", is_encoder=True) / path.name
+    with safe_open(kept, "pt") as ours, safe_open(other, "pt") as theirs:
+        changed = {name for name in ours.keys() if not equal(ours.get_tensor(name), theirs.get_tensor(name))}  # noqa: SIM118
+    assert changed == {"model.vision_model.encoder.layers.0.self_attn.v_proj.weight"}
+    shutil.copy(other, path)
     try:
         (encoder,) = start("ec_producer")
     finally:
