@@ -212,16 +212,16 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
         lasts = f"{seconds * 1e3:9.1f} ms" if mark == "=" else ""
         rows.append((start, (f"{at * 1e3:9.1f} ms", lasts, bar[:_BAR], *cells)))
 
-    for who, span in spans:
+    for where, span in spans:
         failed = [f"failed: {span.error}"] if span.error else []
         what = ", ".join(failed + _words(span.attributes))
-        add(span.start, "=", span.end - span.start, who, span.name, what)
+        add(span.start, "=", span.end - span.start, where, span.name, what)
         for event in span.events:
             if event["name"] == _PART:
                 continue
-            add(float(event["at"]), "|", 0.0, who, f"  {event['name']}", ", ".join(_words(event)))
+            add(float(event["at"]), "|", 0.0, where, f"  {event['name']}", ", ".join(_words(event)))
     rows.sort(key=lambda row: row[0])
-    head = ("starts at".rjust(12), "lasts".rjust(12), "", "who", "what")
+    head = ("starts at".rjust(12), "lasts".rjust(12), "", "where", "what")
     table = columns([head, *(row for _, row in rows)])
     return [*lines, "", *table, "", "times of different hosts are as exact as their clocks agree"]
 

@@ -256,7 +256,7 @@ class RemoteDoctor:
 
     @classmethod
     def find(cls, host: str, port: int) -> RemoteDoctor:
-        """Ask the listener who it is. Raises CommandError: none answers there."""
+        """Read the greeting of a listener. Raises CommandError: none answers there."""
         sock, greeting = _dial(host, port)
         sock.close()
         paths = greeting.get("paths")

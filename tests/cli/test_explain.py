@@ -104,7 +104,7 @@ def test_spans_of_several_servers_are_told_in_the_order_of_their_times() -> None
     servers = ask("a/b", ["http://r", "http://x"], get)
     assert [server.error for server in servers] == ["", "", "", "no spans"]
     rows = [line.split() for line in tell("a/b", servers)]
-    table = rows[rows.index(["starts", "at", "lasts", "who", "what"]) + 1 : -2]
+    table = rows[rows.index(["starts", "at", "lasts", "where", "what"]) + 1 : -2]
     assert [[*row[:2], *(word for word in row[2:] if not set(word) <= set("=|"))] for row in table] == [
         ["0.0", "ms", "200.0", "ms", "router", "router"],
         ["100.0", "ms", "200.0", "ms", "prefill", "grant"],
