@@ -21,7 +21,7 @@ from kvferry.transports.errors import ConfigurationError
 from .client import ENCODER_USAGE, LOADED, LOADED_IMAGES, OFFER, USAGE, Asking, Client, Form
 from .models import TOKENS, write_other_weights
 from .outcomes import Expected, Outcome, Reply, Rest, Verdict, judge
-from .presets import Connector, Side
+from .presets import Connector, Places, with_places
 
 #: Arguments of every server that the kit starts. The pool is small, so that blocks are soon used again.
 ARGUMENTS: Final = ("--num-gpu-blocks-override", "96", "--max-model-len", "2048", "--max-num-seqs", "8")
@@ -189,6 +189,7 @@ class Lab:
         self._stranger: Server | None = None
         self._router: Client | None = None
         self._other: Path | None = None
+        self._beside_port = self._start_beside()
         self.alone = self._server("alone")
         self.prefill = self._server("prefill")
         self.decode = self._server("decode")
@@ -255,9 +256,35 @@ class Lab:
             return Server(name, self._client(name, settings.urls[name], settings.model_name))
         self.say(f"starting the {name} server")
         port, side_port = free_port(), free_port()
-        start = _Start(self._launcher, settings, name, model or settings.model, side_port)
+        folder = settings.folder / "shared"
+        folder.mkdir(exist_ok=True)
+        places: Places = {
+            "side": name,
+            "port": side_port,
+            "folder": str(folder),
+            "beside_port": self._beside_port,
+        }
+        start = _Start(self._launcher, settings, name, model or settings.model, places)
         client = self._client(name, f"http://127.0.0.1:{port}", SERVED_NAME)
         return Server(name, client, start, port, settings.start_s)
+
+    def _start_beside(self) -> int:
+        """Start the connector's own server, if it has one, and wait for it. Returns its port, or 0."""
+        connector, beside = self.settings.connector, self.settings.connector.beside
+        if beside is None or self.settings.urls:
+            return 0
+        self.say("starting the connector's own server")
+        port, http_port = free_port(), free_port()
+        command = with_places(beside.command, {"port": port, "http_port": http_port})
+        process = self._launcher.start_server(
+            f"{connector.name}-beside",
+            [sys.executable, *map(str, command)],
+            http_port,
+            beside.ready_path,
+            environment=connector.environment_of({}),
+        )
+        process.wait_ready(self.settings.start_s)
+        return port
 
     def _client(self, name: str, url: str, model: str) -> Client:
         form = Form.TEXT
@@ -450,7 +477,7 @@ class _Start:
     settings: Settings
     name: str
     model: str
-    side_port: int
+    places: Places
     _numbers: list[int] = field(default_factory=lambda: [0])
 
     def __call__(self, port: int) -> LaunchedProcess:
@@ -471,12 +498,9 @@ class _Start:
         environment = {**CPU_ENVIRONMENT, **ENVIRONMENT}
         environment = {name: value for name, value in environment.items() if name not in os.environ}
         if self.name != "alone":
-            side: Side = self.name  # type: ignore[assignment]
-            folder = str(settings.folder / "shared")
-            os.makedirs(folder, exist_ok=True)
-            transfer = settings.connector.transfer_of(side, self.side_port, folder, settings.policy)
+            transfer = settings.connector.transfer_of(self.places, settings.policy)
             command += [settings.connector.option, json.dumps(transfer)]
-            environment |= settings.connector.environment_of(side, self.side_port, folder)
+            environment |= settings.connector.environment_of(self.places)
         environment |= settings.environments.get(self.name, {})
         name = f"{settings.connector.name}-{self.name}-{self._numbers[0]}"
         return self.launcher.start_server(name, command, port, "/health", environment=environment)

@@ -5,15 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from kvferry.transports.errors import ConfigurationError
 
-Side = Literal["prefill", "decode", "stranger"]
-SIDES: Final[tuple[Side, ...]] = ("prefill", "decode", "stranger")
+SIDES: Final = ("prefill", "decode", "stranger")
 
 #: In a configuration of the user these are replaced by the name of the side, a port that it keeps, and a folder that all share.
 PLACEHOLDERS: Final = ("{side}", "{port}", "{folder}")
+#: Placeholder, without braces → what takes its place on one side.
+Places = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A server of the connector's own that all sides use.
+
+    Attributes:
+        command: Its arguments after the interpreter, with `{port}` and `{http_port}`. In a configuration its `{port}` is
+            `{beside_port}`.
+        ready_path: It is ready as soon as it answers this path with 200.
+    """
+
+    command: tuple[str, ...]
+    ready_path: str
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class Connector:
         lease_s: After so many seconds the prefill server must have given up blocks that no server fetched.
         environment: Variables for the servers, with `PLACEHOLDERS`.
         needs: A module that the servers must be able to import.
+        beside: Is started before the servers, and no fault touches it.
         encodes: It hands over what an encoder computed from an image. Then the prefill server is an encoder and computes no
             answer, each prompt has an image of its own, and the decode server computes the prompt.
         about: What it is, in one line.
@@ -39,6 +55,7 @@ class Connector:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     about: str = ""
+    beside: Beside | None = None
     encodes: bool = False
 
     @property
@@ -46,27 +63,30 @@ class Connector:
         """The option of vLLM that takes the configuration."""
         return "--ec-transfer-config" if self.encodes else "--kv-transfer-config"
 
-    def transfer_of(self, side: Side, port: int, folder: str, policy: str) -> dict[str, Any]:
+    def transfer_of(self, places: Places, policy: str) -> dict[str, Any]:
         """Return the configuration of one side."""
-        filled: dict[str, Any] = _filled(self.transfer, side, port, folder)
+        side = places["side"]
+        filled: dict[str, Any] = with_places(self.transfer, places)
         if self.encodes:
             return {**filled, "ec_role": "ec_consumer" if side == "decode" else "ec_producer"}
         return {**filled, "kv_load_failure_policy": policy}
 
-    def environment_of(self, side: Side, port: int, folder: str) -> dict[str, str]:
+    def environment_of(self, places: Places) -> dict[str, str]:
         """Return the variables of one side."""
-        return {name: str(_filled(value, side, port, folder)) for name, value in self.environment.items()}
+        return {name: str(with_places(value, places)) for name, value in self.environment.items()}
 
 
-def _filled(value: Any, side: str, port: int, folder: str) -> Any:
+def with_places(value: Any, places: Places) -> Any:
+    """Fill placeholders. A text that is one, and nothing else, becomes a number if its place has a number."""
     if isinstance(value, Mapping):
-        return {key: _filled(each, side, port, folder) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, side, port, folder) for each in value]
-    if value == "{port}":
-        return port
+        return {key: with_places(each, places) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_places(each, places) for each in value]
     if isinstance(value, str):
-        return value.replace("{side}", side).replace("{port}", str(port)).replace("{folder}", folder)
+        for name, found in places.items():
+            if value == f"{{{name}}}":
+                return found
+            value = value.replace(f"{{{name}}}", str(found))
     return value
 
 
@@ -121,6 +141,17 @@ def _beside_offloading(first: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+#: Its servers agree on names of chunks only if their interpreters hash alike.
+_LMCACHE_ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
+_LMCACHE_SERVER: Final = Beside(
+    (
+        *("-m", "lmcache.v1.multiprocess.http_server"),
+        *("--host", "127.0.0.1", "--port", "{port}", "--http-port", "{http_port}"),
+        *("--chunk-size", "32", "--l1-size-gb", "0.5", "--eviction-policy", "LRU"),
+        *("--supported-transfer-mode", "auto", "--disable-observability"),
+    ),
+    "/healthcheck",
+)
 _NETWORK: Final = {"transport_options": {"bind_host": "127.0.0.1", "port": "{port}"}}
 _SHM: Final = _kvferry("shm", address="shm://@kvferry-prove-{port}")
 
@@ -173,6 +204,22 @@ PRESETS: Final[Mapping[str, Connector]] = {
             },
             takes_params=False,
             about="vLLM's ExampleConnector: files in a shared folder",
+        ),
+        Connector(
+            "lmcache",
+            {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.mp.host": "tcp://127.0.0.1",
+                    "lmcache.mp.port": "{beside_port}",
+                },
+            },
+            takes_params=False,
+            environment=_LMCACHE_ENVIRONMENT,
+            needs="lmcache",
+            about="LMCache, with its server of its own beside: the decode server finds caches by the prompt",
+            beside=_LMCACHE_SERVER,
         ),
         Connector(
             "shm+offloading",

@@ -35,6 +35,10 @@ def _options(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def _places(side: str) -> dict[str, str | int]:
+    return {"side": side, "port": 5600, "folder": "/shared", "beside_port": 5700}
+
+
 @pytest.mark.parametrize("change", [forged, malformed])
 def test_one_value_of_the_params_is_changed_and_never_what_is_asked_for(change) -> None:  # type: ignore[no-untyped-def]
     seen = set()
@@ -60,18 +64,22 @@ def test_a_forged_value_keeps_its_type() -> None:
 def test_the_placeholders_of_a_connector_are_filled() -> None:
     for name, preset in PRESETS.items():
         for side in SIDES:
-            told = json.dumps(preset.transfer_of(side, 5600, "/shared", "fail"))
+            told = json.dumps(preset.transfer_of(_places(side), "fail"))
             assert "{" not in told.replace('{"', "").replace("{}", ""), name
             assert ('"kv_load_failure_policy": "fail"' in told) is not preset.encodes
-    assert PRESETS["tcp"].transfer_of("decode", 5600, "", "fail")["kv_connector_extra_config"][
+    assert PRESETS["tcp"].transfer_of(_places("decode"), "fail")["kv_connector_extra_config"][
         "transport_options"
     ] == {"bind_host": "127.0.0.1", "port": 5600}
-    assert PRESETS["nixl"].environment_of("prefill", 5600, "")["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert PRESETS["nixl"].environment_of(_places("prefill"))["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    (name, value) = "lmcache.mp.port", 5700
+    assert (
+        PRESETS["lmcache"].transfer_of(_places("decode"), "fail")["kv_connector_extra_config"][name] == value
+    )
 
 
 def test_an_encoder_apart_has_another_option_and_a_role_per_side() -> None:
     preset = PRESETS["encoder-shm"]
-    roles = {side: preset.transfer_of(side, 5600, "", "fail")["ec_role"] for side in SIDES}
+    roles = {side: preset.transfer_of(_places(side), "fail")["ec_role"] for side in SIDES}
     assert roles == {"prefill": "ec_producer", "decode": "ec_consumer", "stranger": "ec_producer"}
     assert (preset.option, PRESETS["shm"].option) == ("--ec-transfer-config", "--kv-transfer-config")
     assert connector_of("shm", '{"ec_connector": "Mine"}', "", None, None).encodes
