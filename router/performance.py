@@ -505,7 +505,7 @@ class Performance:
                 path = None if action.after is None else action.after.path
                 asked = self._asked("decode_call", node, body, path)
                 answer = await stack.enter_async_context(asked)
-                if answer.status in (429, 502, 503):
+                if _is_for_another(answer, exchange.tried_decode):
                     raise _failed(node, answer)
                 _require_not_aborted(node, answer)
                 _require_continued(node, answer)
@@ -672,8 +672,23 @@ def _raise_refusal(node: UpstreamNode, answer: NodeAnswer) -> NoReturn:
     raise _failed(node, answer)
 
 
+#: How a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
+_ENGINE_ENDED = "EngineCore encountered an issue"
+
+
+def _is_for_another(answer: NodeAnswer, tried: Tried) -> bool:
+    """Whether another decode node may give the answer that this one did not begin."""
+    # Once: a request that ends engines must not end one after the other.
+    has_ended_others = any(error is not None and _ENGINE_ENDED in error.reason for error in tried.values())
+    return answer.status in (429, 502, 503) or (_has_ended(answer) and not has_ended_others)
+
+
+def _has_ended(answer: NodeAnswer) -> bool:
+    return answer.status == 500 and _ENGINE_ENDED.encode() in answer.payload
+
+
 def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
-    if answer.status in (502, 503):
+    if answer.status in (502, 503) or _has_ended(answer):
         node.suspect()  # it may be draining, or its engine may be dead; a health check will tell
     # A node that answers 429 is well, and has more requests than it may have. Another one may have fewer.
     reason = f"answered {answer.status}: {answer.payload[:200].decode(errors='replace')}"

@@ -229,7 +229,7 @@ class KvferryEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         if not hasattr(ECConnectorBase, "ensure_cache_available"):
             raise ConfigurationError(
-                f"vLLM {vllm_version} cannot let a request wait for an encoder's output; use 0.32"
+                f"vLLM {vllm_version} cannot let a request wait for an encoder's output; use 0.32 or later"
             )
         _refuse_unsupported(vllm_config)
         watch_engine_cores()

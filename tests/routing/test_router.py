@@ -295,6 +295,33 @@ async def test_a_request_that_a_stopping_vllm_server_aborts_is_answered_by_anoth
     assert all(body["kv_transfer_params"] == {**PARAMS, "offer_answer": False} for body in decode.bodies)
 
 
+async def engine_ended(request: web.Request) -> web.StreamResponse:
+    """Answer as a server of vLLM whose engine has ended."""
+    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    return web.json_response({"error": error}, status=500)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_whose_engine_ends_is_answered_by_another_node(stream: bool) -> None:
+    stopping, decode = FakeNode(engine_ended), FakeNode(answer_stream if stream else answer_whole)
+    async with routed([FakeNode(offer)], [stopping, decode]) as client:
+        for _ in range(3):
+            async with client.post("/v1/completions", json={"prompt": "p", "stream": stream}) as response:
+                assert response.status == 200
+                assert "EngineCore" not in await response.text()
+    assert stopping.bodies
+
+
+async def test_a_request_that_ends_engines_is_not_tried_at_a_third_one() -> None:
+    decodes = [FakeNode(engine_ended) for _ in range(4)]
+    async with routed([FakeNode(offer)], decodes) as client:
+        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+            assert response.status == 500
+            assert "EngineCore" in await response.text()
+    assert sum(len(node.bodies) for node in decodes) == 2
+
+
 HALF_PAIRS = ["\ud800", "a \udfff b", ["a", "\ud800"], [1, {"x": "\ud83d"}]]
 
 

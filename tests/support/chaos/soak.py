@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
@@ -128,14 +128,26 @@ class Soak:
         before = {node.name: node.holdings() for node in self._fleet.nodes}
         report = self._inject_faults()
         logs = [service.logs for service in self._fleet.ours]
-        if found := violations(report.faults, report.outcomes, self._engine.ask_alone) + logged_errors(logs):
-            raise AssertionError("\n".join(found))
+        found = violations(report.faults, report.outcomes, self._engine.ask_alone) + logged_errors(logs)
+        try:
+            self._require_rest(before)
+        except Exception as error:  # noqa: BLE001 - a long run tells all that it has found
+            found.append(f"afterwards: {error!r}")
+        if found:
+            raise AssertionError("\n".join([*found, str(report)]))
+        return report
+
+    def _require_rest(self, before: Mapping[str, Holdings]) -> None:
+        """Check that the fleet works, and holds no more than before the run.
+
+        Raises:
+            Exception: It does not.
+        """
         self._fleet.wait_ready()
         self._hand_over_in_every_pair("after")
         for node in self._fleet.nodes:
             wait_until(partial(_is_at_rest, node), QUIET_S)
             _require_no_more(node, before[node.name])
-        return report
 
     # -- faults and requests ---------------------------------------------------------------------------
 
