@@ -177,7 +177,7 @@ def _diagram(
     bottom, right = top + _HEIGHT, _WIDTH - 10
     yield f'<text x="{_LEFT}" y="{top - 4:.0f}" font-weight="bold">{escape(title)}</text>'
     for value, y in ((highest, top), (0, bottom)):
-        yield f'<text x="{_LEFT - 5}" y="{y + 4:.0f}" text-anchor="end">{value:.3g}</text>'
+        yield f'<text x="{_LEFT - 5}" y="{y + 4:.0f}" text-anchor="end">{_shown(value)}</text>'
         yield f'<line x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#d0d7de"/>'
     yield f'<text x="{right}" y="{bottom + 13:.0f}" text-anchor="end">{end_s / 60:.0f} min</text>'
     paths: dict[str, list[str]] = defaultdict(list)
@@ -195,6 +195,10 @@ def _diagram(
         paths[service].append("M" + "L".join(f"{x},{y}" for x, y in corners))
     for service, parts in paths.items():
         yield f'<path d="{"".join(parts)}" fill="none" stroke="{colours[service]}"/>'
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main(words: Sequence[str]) -> int:
