@@ -36,6 +36,7 @@ ONE_RANK_TO_TWO = Bound(1, 0, 0, (COMPUTED,), spreads=(Spread(1), Spread(2)))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # half a minute, but not on a machine that does much else
 def test_promises_hold_in_every_state_within_small_bounds() -> None:
     outcomes: Counter[str] = Counter()
     for bound in SMALL:
