@@ -109,8 +109,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def write_tiny_image_model(folder: Path) -> Path:
     """Write a random Idefics3 model in float32: images of 32 x 32 pixels, each four vectors among the prompt's."""
-    import torch
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, set_seed
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     from kvferry.reference.engine.progress import quiet_loading
@@ -136,9 +135,8 @@ def write_tiny_image_model(folder: Path) -> Path:
         initializer_range=_DEVIATION,
         pad_token_id=None,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Idefics3ForConditionalGeneration(config)
+    set_seed(0)
+    model = Idefics3ForConditionalGeneration(config)
     with quiet_loading():
         model.save_pretrained(folder)
     tokenizer = byte_tokenizer()
