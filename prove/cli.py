@@ -49,7 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--transfer-config",
         default="",
         metavar="JSON",
-        help="another connector: vLLM's --kv-transfer-config or --ec-transfer-config as JSON, or @FILE; {side}, {port} and {folder} are replaced by the "
+        help="another connector: vLLM's --kv-transfer-config or --ec-transfer-config as JSON, or @FILE; "
+        "{side}, {port} and {folder} are replaced by the "
         "name of the server, a port that it keeps, and a folder that all share",
     )
     what.add_argument("--name", default="", help="name of the connector in the table (default: the preset's)")

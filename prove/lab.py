@@ -48,7 +48,8 @@ SERVED_NAME: Final = "model"
 #: Tokens of a prompt under test: a few blocks, which a load moves in one piece.
 PROMPT_TOKENS: Final = 300
 ANSWER_TOKENS: Final = 8
-#: Images that fill the pool of an encoder with the tiny model, and what a server of it remembers of them; and what each comes with.
+#: More images than the 255 blocks of the presets' encoder pool hold, one per block with the tiny model, and than a decode server
+#: remembers; and the tokens beside each.
 OTHER_IMAGES: Final = 260
 OTHER_IMAGE_TOKENS: Final = 30
 #: Seconds between two looks at a pool that has not come back.
@@ -189,7 +190,7 @@ class Lab:
         self._stranger: Server | None = None
         self._router: Client | None = None
         self._other: Path | None = None
-        self._beside_port = self._start_beside()
+        self._beside_port = self._start_beside()  # first: the servers connect to it when they start
         self.alone = self._server("alone")
         self.prefill = self._server("prefill")
         self.decode = self._server("decode")

@@ -678,7 +678,8 @@ _ENGINE_ENDED = "EngineCore encountered an issue"
 
 def _is_for_another(answer: NodeAnswer, tried: Tried) -> bool:
     """Whether another decode node may give the answer that this one did not begin."""
-    # Once: a request that ends engines must not end one after the other.
+    # Once: a request that ends engines must not end one after the other. A reason has the first 200 bytes of an answer, and vLLM's
+    # error begins with this text.
     has_ended_others = any(error is not None and _ENGINE_ENDED in error.reason for error in tried.values())
     return answer.status in (429, 502, 503) or (_has_ended(answer) and not has_ended_others)
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgpack
-from prometheus_client import Counter, Gauge
 from vllm import __version__ as vllm_version
 from vllm.distributed import get_tp_group
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -197,21 +196,15 @@ class EncoderStats(ECConnectorStats):  # type: ignore[misc]
 class EncoderPromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
     """Export the figures with vLLM's labels."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._counters = {
-            name: metric_types[Counter](f"kvferry_encoder_{name}_items", text, labelnames)
+            name: self._counter_cls(f"kvferry_encoder_{name}_items", text, self._labelnames)
             for name, text in _COUNTS.items()
         }
         text = "Share of the pool of encoder outputs that is in use, 0 to 1"
-        self._usage = metric_types[Gauge]("kvferry_encoder_pool_usage", text, labelnames)
-        for host in per_engine_labelvalues.values():  # so that they are there from the start
+        self._usage = self._gauge_cls("kvferry_encoder_pool_usage", text, self._labelnames)
+        for host in self.per_engine_labelvalues.values():  # so that they are there from the start
             for metric in (*self._counters.values(), self._usage):
                 metric.labels(*host)
 
@@ -368,6 +361,7 @@ class SchedulerSide:
     def take_stats(self) -> EncoderStats:
         """Return what has changed since the last call."""
         counts: dict[str, float] = {name: getattr(self, f"num_{name}") for name in _COUNTS}
+        # Counting them also takes back the blocks of offers that have ended, which nothing else does while no item is asked for.
         usage = self.num_used / (len(self._pool.blocks) - 1)
         before, self._told = self._told, {**counts, _USAGE: usage}
         if self._told == before:

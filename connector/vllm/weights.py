@@ -316,9 +316,8 @@ def _watching_calls(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(collective_rpc)
     def call(engine_core: Any, *args: Any, **kwargs: Any) -> Any:
         encoder: Any = getattr(getattr(engine_core, "scheduler", None), "ec_connector", None)
-        if hasattr(
-            encoder, "weights_may_change"
-        ):  # before the call: no peer may read what it computes from then on
+        # Before the call: no peer may read what it computes from then on.
+        if hasattr(encoder, "weights_may_change"):
             encoder.weights_may_change()
         if (watch := _watch_of(engine_core)) is None:
             return collective_rpc(engine_core, *args, **kwargs)

@@ -359,7 +359,7 @@ class Trial:
         self.results: dict[str, dict[str, bool]] = {}
         self._measured: dict[tuple[str, str, str], Measured] = {}
         self._output = output
-        self._writing = Lock()
+        self._writing = Lock()  # a long line is written in parts, and those of two threads must not mix
         self._free: SimpleQueue[Path] = SimpleQueue()
         for number in range(num_copies):
             self._free.put(copy_of_project(folder / str(number)))
