@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import json
 import os
 import socket
 import ssl
@@ -13,7 +12,7 @@ import threading
 import time
 import urllib.parse
 from contextlib import ExitStack
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from .errors import CommandError, UsageError
 
@@ -22,8 +21,6 @@ API_KEY_VARIABLE: Final = "KVFERRY_API_KEY"
 ADMIN_KEY_VARIABLE: Final = "KVFERRY_ADMIN_API_KEY"
 #: More than any page of ours has.
 MAX_BYTES: Final = 16 << 20
-#: As are those that a JSON of ours nests.
-_MAX_LEVELS: Final = 16
 
 
 class Get(Protocol):
@@ -187,25 +184,3 @@ def _answer(
 def _cut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other side may have closed it
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def json_of(text: str | bytes) -> Any:
-    """Return the value that a server wrote as JSON.
-
-    Raises:
-        CommandError: it is no JSON, or nested so deeply that printing it would fail.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"the answer is no JSON: {error}") from error
-    if not _is_nested_within(value, _MAX_LEVELS):
-        raise CommandError(f"the answer is no JSON of ours: it has more than {_MAX_LEVELS} levels")
-    return value
-
-
-def _is_nested_within(value: object, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_nested_within(part, levels - 1) for part in parts)

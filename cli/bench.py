@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
+from kvferry.web.columns import columns
+
 from .doctor import add_path_options, on_this_machine, path_finder, positive, status_of, to_doctor
 from .errors import OK, UsageError
-from .output import add_json, columns, print_json
+from .output import add_json, print_json
 from .path_table import PATHS
 from .version import versions
 

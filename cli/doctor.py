@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvferry.web.columns import columns
+
 from .errors import FAILED, OK, CommandError, UsageError
-from .output import add_json, columns, print_json, say
+from .output import add_json, print_json, say
 from .path_table import PATHS, Path, path_of
 from .version import versions
 

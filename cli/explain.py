@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import urllib.parse
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from .access import Get, add_access, fetch, getter, json_of
+from .access import Get, add_access, fetch, getter
 from .errors import FAILED, OK, CommandError, UsageError
-from .output import add_json, columns, print_json, say
+from .output import add_json, print_json, say
 
 if TYPE_CHECKING:
-    from kvferry.connector.spans import SpanRecord
+    from kvferry.web.explain import Told
 
 _DESCRIPTION: Final = """\
 Tell what the router and each node did for one request and when: its calls, offers, claims, reads and guards, what moved its KV
@@ -25,36 +21,7 @@ request. Reference nodes and routers keep the spans of their latest requests, an
 there). Servers of vLLM tell them in the answer to a request of one token. The URL of a router stands for it and all of its nodes.
 """
 
-_TIMEOUT_S: Final = 5.0
-#: A server of vLLM answers after the requests that wait before this one.
-_VLLM_TIMEOUT_S: Final = 30.0
-#: As `kvferry.connector.spans` names it.
-_PART: Final = "part"
-#: Characters of a bar that is as long as the request.
-_BAR: Final = 24
-#: What the router calls the parts of the time until the first token (`router/timelines.py`), and what people call them.
-_PARTS: Final = {
-    "routing": "router",
-    "queue": "queue",
-    "prefill": "prompt",
-    "exposed": "cache, what the prompt did not hide of it",
-    "decode": "first step",
-}
-#: The spans of a vLLM node that its router cannot see, and which of these parts they are.
-_KINDS: Final = {"queue": "queue", "load_wait": "exposed"}
-#: Attributes that are the same in all rows, and the columns of events.
-_NOT_SHOWN: Final = ("at", "name", "request_id", "client_request_id", "phase", "http.request.method")
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a server told, or why it could not be asked."""
-
-    url: str
-    process: str = ""
-    engine_id: str = ""
-    spans: tuple[SpanRecord, ...] = ()
-    error: str = ""
+T = TypeVar("T")
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -85,239 +52,38 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"request": arguments.request, "servers": [dataclasses.asdict(server) for server in told]})
     else:
+        from kvferry.web.explain import tell
+
         say(*tell(arguments.request, told))
     return OK if found else FAILED
 
 
 def ask(request: str, urls: Sequence[str], get: Get = fetch, get_admin: Get | None = None) -> list[Told]:
-    """Return what each server knows.
+    """Return what each server knows, with the nodes of each router.
 
     Args:
         get: Fetches the text at a URL.
         get_admin: The same for admin endpoints. None: `get`.
     """
+    # Not above, because it brings NumPy, which most commands do not need.
+    from kvferry.web import explain
+
+    def answered(asking: explain.Asking[T]) -> T:
+        try:
+            question = next(asking)
+            while True:
+                by = get_admin if get_admin is not None and question.is_admin else get
+                try:
+                    text = by(question.url, question.timeout_s, question.body)
+                except CommandError as error:
+                    question = asking.throw(explain.NotToldError(str(error)))
+                else:
+                    question = asking.send(text)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
     servers: dict[str, None] = {}
     for url in urls:
-        servers |= dict.fromkeys([url, *_nodes_of_router(url, get)])
-    return [_ask_server(request, url, get, get_admin or get) for url in servers]
-
-
-def _nodes_of_router(url: str, get: Get) -> list[str]:
-    """Return the URLs of a router's nodes; empty if the server is no router or does not answer, as the next request says."""
-    try:
-        return [str(node["url"]).rstrip("/") for node in json_of(get(f"{url}/nodes", _TIMEOUT_S))["nodes"]]
-    except (CommandError, KeyError, TypeError):
-        return []
-
-
-def _ask_server(request: str, url: str, get: Get, get_admin: Get) -> Told:
-    hint = ""
-    try:
-        if _is_vllm(url, get):
-            answer = _ask_vllm(request, url, get)
-        else:
-            admin_url, hint = _admin_url(url, get)
-            page = f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}"
-            answer = json_of(get_admin(page, _TIMEOUT_S))
-        # Not above, because it brings NumPy, which most commands do not need.
-        from kvferry.connector.spans import ServerSpans
-        from kvferry.transports.checked import Refused, record
-
-        try:
-            return Told(url, **vars(record(ServerSpans).read_known(answer)))
-        except Refused as error:
-            raise CommandError(f"it answers what no server of kvferry answers: {error}") from error
-    except CommandError as error:
-        return Told(url, error=_message_in(str(error)) + hint)
-
-
-def _is_vllm(url: str, get: Get) -> bool:
-    """Whether a server is one of vLLM, which lists its own models so, and whose `/health` has no body."""
-    try:
-        if get(f"{url}/health", _TIMEOUT_S).strip():
-            return False
-        models = json_of(get(f"{url}/v1/models", _TIMEOUT_S))["data"]
-        return any(model["owned_by"] == "vllm" for model in models)
-    except (CommandError, KeyError, TypeError):
-        return False
-
-
-def _ask_vllm(request: str, url: str, get: Get) -> Any:
-    """Return what our connector in a server of vLLM knows: a request of one token is the way to ask it.
-
-    Raises:
-        CommandError: The server does not answer, has another connector, or does not know the request.
-    """
-    body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"explain": request}}
-    answer = json_of(get(f"{url}/v1/completions", _VLLM_TIMEOUT_S, json.dumps(body).encode()))
-    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
-    told = params.get("spans") if isinstance(params, dict) else None
-    if not isinstance(told, dict):
-        raise CommandError("this server of vLLM has no KvferryConnector, or one that cannot explain requests")
-    if not told.get("spans"):
-        raise CommandError(
-            f"no spans of request {request!r}; the connector keeps those of its latest requests"
-        )
-    return told
-
-
-def _admin_url(url: str, get: Get) -> tuple[str, str]:
-    """Return where a server's admin endpoints are, and what to add to an error. The given URL may be theirs already."""
-    try:
-        health = json_of(get(f"{url}/health", _TIMEOUT_S))
-    except CommandError:
-        return url, ""
-    port = health.get("admin_port") if isinstance(health, dict) else None
-    if type(port) is not int:
-        return url, "; the server has no admin endpoints: start it with --admin-port"
-    parts = urllib.parse.urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{parts.scheme}://{host}:{port}", ""
-
-
-def _message_in(text: str) -> str:
-    """Return the message of a server's error, or the text if it is no such error."""
-    try:
-        return str(json_of(text[text.index("{") :])["error"]["message"])
-    except (CommandError, ValueError, KeyError, TypeError):
-        return text
-
-
-def tell(request: str, servers: Sequence[Told]) -> list[str]:
-    """The account for people: a summary per server, then all spans and their events in the order of their times."""
-    lines = [f"request {request}"]
-    for server in servers:
-        summaries = [server.error] if server.error else [*filter(None, map(_summary, server.spans))]
-        if server.spans and not {"router", "node"} & {span.name for span in server.spans}:
-            summaries.append("still running")
-        first, *more = summaries or [""]
-        lines.append(f"  {server.process or '-':8}  {server.url}  {first}".rstrip())
-        lines += [f"{'':12}{line}" for line in more]
-    spans = [(server.process, span) for server in servers for span in server.spans]
-    if not spans:
-        return lines
-    for _, span in spans:
-        lines += _first_token(span, {server.url: server.spans for server in servers})
-    if not any(span.name in ("offer", "claim", "load") for _, span in spans):
-        lines.append(
-            "  (no claims and reads: start the nodes with --connector-option trace=true to see them)"
-        )
-    began = min(span.start for _, span in spans)
-    scale = _BAR / max(max(span.end for _, span in spans) - began, 1e-6)
-    rows: list[tuple[float, Sequence[str]]] = []
-
-    def add(start: float, mark: str, seconds: float, *cells: str) -> None:
-        at = start - began
-        bar = " " * min(_BAR - 1, int(at * scale)) + mark * max(1, round(seconds * scale))
-        lasts = f"{seconds * 1e3:9.1f} ms" if mark == "=" else ""
-        rows.append((start, (f"{at * 1e3:9.1f} ms", lasts, bar[:_BAR], *cells)))
-
-    for where, span in spans:
-        failed = [f"failed: {span.error}"] if span.error else []
-        what = ", ".join(failed + _words(span.attributes))
-        add(span.start, "=", span.end - span.start, where, span.name, what)
-        for event in span.events:
-            if event["name"] == _PART:
-                continue
-            add(float(event["at"]), "|", 0.0, where, f"  {event['name']}", ", ".join(_words(event)))
-    rows.sort(key=lambda row: row[0])
-    head = ("starts at".rjust(12), "lasts".rjust(12), "", "where", "what")
-    table = columns([head, *(row for _, row in rows)])
-    return [*lines, "", *table, "", "times of different hosts are as exact as their clocks agree"]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a part of the time until the first token was spent on, and where.
-
-    Attributes:
-        at: When it began, in seconds since 1970.
-        also: Other kinds that it contains.
-    """
-
-    kind: str
-    node: str
-    at: float
-    seconds: float
-    also: tuple[str, ...] = ()
-
-    def split(self, spans: Sequence[SpanRecord]) -> list[_Part]:
-        """Return it in the parts that its node's spans tell apart. They have the same sum, also if the hosts' clocks differ."""
-        # A span may begin before this part: a decode node waits while the prompt is computed, which is another part. What no span
-        # explains, such as HTTP, stays with this part's own kind.
-        parts, end = [], self.at + self.seconds
-        found = [(_KINDS[span.name], span) for span in spans if span.name in _KINDS]
-        at = self.at
-        for kind, span in found:
-            seconds = min(span.end, end) - max(span.start, at)
-            if kind in self.also and seconds > 0:
-                parts.append(_Part(kind, self.node, at, seconds))
-                at += seconds
-        return [*parts, _Part(self.kind, self.node, at, end - at, () if found else self.also)]
-
-
-def _first_token(span: SpanRecord, told: Mapping[str, Sequence[SpanRecord]]) -> list[str]:
-    """What the time until the first token was spent on, by the router's clock; empty for other spans.
-
-    Args:
-        told: The spans of each server, by its URL.
-    """
-    parts: list[_Part] = []
-    at = span.start
-    for event in span.events:
-        seconds = event.get("seconds")
-        if event["name"] == _PART and isinstance(seconds, int | float) and seconds > 0:
-            also = tuple(word for word in str(event.get("also", "")).split(", ") if word)
-            part = _Part(str(event.get("kind")), str(event.get("node", "")), at, float(seconds), also)
-            parts += part.split(told.get(part.node, ()))
-            at += part.seconds
-    total_s = at - span.start
-    rows: list[Sequence[str]] = []
-    for part in parts:
-        bar = " " * int(_BAR * (part.at - span.start) / total_s)
-        bar += "=" * max(1, round(_BAR * part.seconds / total_s))
-        what = _PARTS.get(part.kind, part.kind)
-        if part.also:
-            kinds = _and([_PARTS.get(word, word) for word in part.also])
-            what += f", and {kinds}, which its node does not tell apart"
-        share = f"{part.seconds / total_s:5.0%}"
-        rows.append((f"{part.seconds * 1e3:9.1f} ms", share, bar[:_BAR], what, part.node))
-    if not rows:
-        return []
-    return ["", f"the first token came after {total_s * 1e3:.1f} ms:", *columns(rows)]
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def _summary(span: SpanRecord) -> str:
-    """Return in words what the end of an answer or of a load says; empty for other spans."""
-    known: defaultdict[str, Any] = defaultdict(int, span.attributes)
-    if span.name in ("load", "load_wait") and span.error:
-        return f"the load failed: {span.error}"
-    try:
-        if span.name == "load" and known["outcome"] != "dropped":
-            why = f" ({known['reason']})" if known["reason"] else ""
-            return (
-                f"loaded by {known['transport']}: {known['mechanism']}{why}: {known['blocks']} blocks in "
-                f"{known['regions']} regions, {known['bytes'] / 1e6:.1f} MB, {known['seconds'] * 1e3:.2f} ms, "
-                f"exposed {known['exposed_seconds'] * 1e3:.2f} ms"
-            )
-        if span.name == "generate":
-            return (
-                f"{known['prompt_tokens']} prompt tokens, {known['cached_tokens']} cached, "
-                f"{known['loaded_tokens']} loaded, {known['output_tokens']} generated, first after "
-                f"{known['first_token_s'] * 1e3:.1f} ms, ended: {span.error or known['finish_reason']}"
-            )
-    except TypeError:  # a word in place of a number
-        return ""
-    return ""
-
-
-def _words(known: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in known.items()
-        if key not in _NOT_SHOWN and value != "" and (key, value) != ("rank", 0)
-    ]
+        servers |= dict.fromkeys([url, *answered(explain.nodes_of_router(url))])
+    return [answered(explain.ask(request, url)) for url in servers]

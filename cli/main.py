@@ -8,9 +8,11 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvferry.web.columns import columns
+
 from . import bench, completion, config_file, doctor, explain, version
 from .errors import OK, CommandError
-from .output import columns, say
+from .output import say
 from .programs import PROGRAMS
 
 

@@ -1,10 +1,9 @@
-"""What commands print: JSON for programs, aligned columns for people."""
+"""What commands print: JSON for programs, lines for people."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 
@@ -29,17 +28,3 @@ def say(*lines: str, start: str = "", file: TextIO | None = None) -> None:
     from kvferry.transports.checked import printable
 
     print(start + "\n".join(map(printable, lines)), file=file, flush=True)
-
-
-def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Align the cells of rows with spaces. The last cell of a row may have any length."""
-    rows = [list(row) for row in rows]
-    num_aligned = max((len(row) for row in rows), default=1) - 1
-    widths = [max((len(row[at]) for row in rows if at < len(row)), default=0) for at in range(num_aligned)]
-    return [
-        (
-            indent
-            + "  ".join(cell.ljust(widths[at]) if at < num_aligned else cell for at, cell in enumerate(row))
-        ).rstrip()
-        for row in rows
-    ]

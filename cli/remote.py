@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvferry.transports.auto.address import this_host
-from kvferry.transports.checked import shown
+from kvferry.transports.checked import Refused, json_of, shown
 from kvferry.transports.network import listen_on
 
-from .access import json_of
 from .errors import CommandError, UsageError
 from .path_table import PATHS, Path
 from .paths import TIMEOUT_S, Source, at_host, outcome_of
@@ -86,8 +85,8 @@ class _Lines:
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             message = json_of(line)
-        except CommandError as error:
-            raise ValueError(str(error)) from error
+        except Refused as error:
+            raise ValueError(error.text("the line")) from error
         if not isinstance(message, dict):
             raise ValueError("it is no JSON object")  # noqa: TRY004 - of the peer, not of the caller
         return message

@@ -12,8 +12,10 @@ from importlib.metadata import version as installed_version
 from types import MappingProxyType
 from typing import Any, Final
 
+from kvferry.web.columns import columns
+
 from .errors import OK
-from .output import add_json, columns, print_json
+from .output import add_json, print_json
 
 #: What people call it → the distributions that bring it, of which at most one is installed.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

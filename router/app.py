@@ -24,6 +24,7 @@ from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.recent_spans import span_routes
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
+from .accounts import Accounts
 from .admin import node_routes
 from .bodies import check_body, headers_of, prompts_of
 from .exchange import Exchange
@@ -134,7 +135,12 @@ class Router:
         app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
-        Page(self._describe, self._recent).add_routes(app)
+        accounts = Accounts(self._spans, lambda: {node.url for node in self._nodes})
+
+        async def explain(request_id: str, own_url: str) -> list[str]:
+            return await accounts.lines(request_id, own_url, self._services.session)
+
+        Page(self._describe, self._recent, explain).add_routes(app)
         app.cleanup_ctx.append(self._connected)
         close_connections_while(app, lambda: self._is_draining)
         return app

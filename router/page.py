@@ -11,7 +11,7 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -22,8 +22,12 @@ import kvferry
 from ..web.errors import bad_request
 from .timelines import RecentRequests
 
-#: What the page asks for. Unlike the page itself, the answer names nodes and requests.
+#: What the page asks for. Unlike the page itself, the answers name nodes and requests.
 STATE_PATH: Final = "/page/state"
+#: What the page asks for when a finished request is opened.
+EXPLAIN_PATH: Final = "/page/explain"
+
+_HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class Page:
@@ -31,10 +35,17 @@ class Page:
 
     Args:
         describe: Returns `status`, `is_ready` and `nodes` of the router.
+        explain: Returns the lines of `kvferry explain` of a request, given its id and the router's URL.
     """
 
-    def __init__(self, describe: Callable[[], Mapping[str, Any]], recent: RecentRequests) -> None:
+    def __init__(
+        self,
+        describe: Callable[[], Mapping[str, Any]],
+        recent: RecentRequests,
+        explain: Callable[[str, str], Awaitable[list[str]]],
+    ) -> None:
         self._describe = describe
+        self._explain = explain
         self._recent = recent
         self._began = time.monotonic()
         #: A page that sees another one knows that the router was restarted and counts from 0.
@@ -51,6 +62,7 @@ class Page:
         """Add the routes of the page."""
         app.router.add_get("/", self._page)
         app.router.add_get(STATE_PATH, self._state)
+        app.router.add_get(EXPLAIN_PATH, self._account)
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=self._html, content_type="text/html", headers=self._headers)
@@ -68,8 +80,14 @@ class Page:
             **self._describe(),
             **self._recent.report(int(since)),
         }
-        headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-        return web.json_response(state, headers=headers)
+        return web.json_response(state, headers=_HEADERS)
+
+    async def _account(self, request: web.Request) -> web.Response:
+        """Answer with the account of `?request=ID`."""
+        if not (request_id := request.query.get("request", "")):
+            raise bad_request("request: give the id of a request", "request")
+        lines = await self._explain(request_id, str(request.url.origin()))
+        return web.json_response({"lines": lines}, headers=_HEADERS)
 
 
 def content_security_policy(html: str) -> str:

@@ -17,6 +17,7 @@ which are checked however they were made (`options`). Sizes are checked before c
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import reprlib
@@ -43,6 +44,8 @@ Check = Callable[[object], Any]
 T = TypeVar("T")
 
 _SHOWN_CHARS: Final = 80
+#: That a JSON of ours nests, with some to spare.
+_MAX_LEVELS: Final = 16
 
 
 class Refused(Exception):
@@ -100,6 +103,28 @@ def printable(text: str, keep: str = "") -> str:
 
 
 # -- checks of single values -------------------------------------------------------------------------
+
+
+def json_of(text: str | bytes) -> Any:
+    """Return the value that another program wrote as JSON.
+
+    Raises:
+        Refused: It is no JSON, or nested so deeply that printing it would fail.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"is no JSON: {error}") from error
+    if not _is_nested_within(value, _MAX_LEVELS):
+        raise Refused(f"is no JSON of ours: it has more than {_MAX_LEVELS} levels")
+    return value
+
+
+def _is_nested_within(value: object, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_nested_within(part, levels - 1) for part in parts)
 
 
 def integer(low: int, high: int | None = None) -> Callable[[object], int]:

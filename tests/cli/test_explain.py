@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.cli.errors import CommandError
-from kvferry.cli.explain import Told, ask, tell
+from kvferry.cli.explain import ask
 from kvferry.cli.main import main
 from kvferry.connector.spans import (
     MAX_EVENTS,
@@ -23,6 +23,7 @@ from kvferry.connector.spans import (
 )
 from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
 from kvferry.reference.node.phases import Phases
+from kvferry.web.explain import Told, tell
 
 METRICS = RequestMetrics(8, 1, 0, 7, 0, 0.25, None)
 REQUEST = GenerationRequest("cmpl-x-12345678", (1, 2), kv_transfer_params={"do_remote_prefill": True})
