@@ -27,6 +27,10 @@ LATENT = {
     "topk_group": 1,
 }
 
+#: Of a token's latent in one layer, for float32.
+TOKEN_BYTES = 4 * (512 + 64)
+NUM_LAYERS = 3
+
 
 @pytest.fixture(scope="module")
 def latent_model(tmp_path_factory):
@@ -57,6 +61,32 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     assert answer["logprobs"] == pytest.approx(alone["logprobs"][1:], abs=0.2)
 
 
+class TestOtherBlockSizes:
+    """Latents are not packed, so a block of one node is read in the parts in which the other node keeps them."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def nodes(cls, start_module_pair, latent_model):
+        sizes = {"prefill": {"block_size": 16}, "decode": {"block_size": 48}}
+        return start_module_pair(**sizes, model=latent_model, attention_backend="CPU_MLA")
+
+    @pytest.fixture(scope="class", params=[(16, 48), (48, 16)], ids=["small to large", "large to small"])
+    @classmethod
+    def running_pair(cls, request, nodes):
+        return nodes if request.param == (16, 48) else type(nodes)(nodes.decode, nodes.prefill, nodes.names)
+
+    @pytest.mark.parametrize("num_tokens", [5, 33, 400])
+    def test_tokens_equal_those_of_one_node_and_each_was_read_once(self, pair, prompt, num_tokens):
+        tokens = prompt(num_tokens)
+        alone = pair.alone(tokens, 9)
+        before = pair.decode.order("figures")["num_bytes"]
+        answer = pair.hand_over([*tokens, alone["tokens"][0]])
+        assert answer["tokens"] == alone["tokens"][1:]
+        num_bytes = pair.decode.order("figures")["num_bytes"] - before
+        num_blocks = num_tokens // 16 + 1  # of the smaller blocks, whole
+        assert num_bytes == num_blocks * 16 * TOKEN_BYTES * NUM_LAYERS
+
+
 class TestUnlikeRanks:
     """Each rank keeps the whole latent, so a rank reads it from one rank of the other node.
 
@@ -65,9 +95,6 @@ class TestUnlikeRanks:
 
     #: Ranks busy-poll while they wait for each other, so on shared cores their signs of life can be late.
     PATIENCE: ClassVar = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
-    #: Of the latent's elements, for float32.
-    TOKEN_BYTES = 4 * (LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
-    NUM_LAYERS = 3
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -96,7 +123,7 @@ class TestUnlikeRanks:
         )
         pair.decode.order("abort", request=name)
         assert num_whole > 20
-        assert len(loaded[0]) == self.NUM_LAYERS
+        assert len(loaded[0]) == NUM_LAYERS
         assert all(rank == theirs[0] for rank in (*theirs, *loaded))
         num_bytes = pair.decode.order("figures")["num_bytes"] - before["num_bytes"]
-        assert num_bytes == len(loaded) * len(tokens) * self.TOKEN_BYTES * self.NUM_LAYERS
+        assert num_bytes == len(loaded) * len(tokens) * TOKEN_BYTES * NUM_LAYERS
