@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 RECHECK_S = 1.0
 #: How long a client's error waits for the result of a fresh check.
 CAUSE_WAIT_S = 2.0
+#: After so many nodes were lost while they had a request, no other one gets it: it may be what ends them.
+MAX_LOST = 3
 #: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
 #: Fields in which two nodes may differ that hand over.
@@ -59,16 +61,24 @@ class NodeGoneError(Exception):
         is_explained: The reason comes from a health check; otherwise from the request itself.
         may_eject: The failure counts towards an ejection. False if the node only takes no request now, for example because it
             drains, or if the router itself failed.
+        is_lost: The node was lost while it had the request, which may be why.
     """
 
     def __init__(
-        self, node: UpstreamNode, reason: str, *, is_explained: bool = False, may_eject: bool = True
+        self,
+        node: UpstreamNode,
+        reason: str,
+        *,
+        is_explained: bool = False,
+        may_eject: bool = True,
+        is_lost: bool = False,
     ) -> None:
         super().__init__(f"{node.url}: {reason}")
         self.node = node
         self.reason = reason
         self.is_explained = is_explained
         self.may_eject = may_eject
+        self.is_lost = is_lost
 
     async def explained(self) -> str:
         """Return the message, with the result of a fresh health check. Takes up to `CAUSE_WAIT_S`."""
@@ -363,11 +373,12 @@ class UpstreamNode:
                     self._exchanges.discard(limit)
         except (aiohttp.ClientError, TimeoutError) as error:
             if limit.expired():
-                raise NodeGoneError(self, self._why_ended, is_explained=True) from None
+                raise NodeGoneError(self, self._why_ended, is_explained=True, is_lost=True) from None
             self.num_connection_failures += 1
             self.doubt_identity()  # another process may be at this address by now
             self.suspect()
-            raise NodeGoneError(self, reason_of(error), may_eject=not is_local(error)) from error
+            reason, may_eject = reason_of(error), not is_local(error)
+            raise NodeGoneError(self, reason, may_eject=may_eject, is_lost=_had_request(error)) from error
 
     def end_exchanges(self) -> None:
         """End every exchange in flight with `last_error`."""
@@ -642,6 +653,8 @@ class NodePool:
     def _candidates(
         self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
     ) -> list[UpstreamNode]:
+        if _num_lost(tried) >= MAX_LOST:
+            return []
         usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
         return [node for node in usable if node not in tried and may_use(node)]
 
@@ -654,6 +667,10 @@ class NodePool:
             return NoNodeError(
                 f"no {self.role} node can take the request: the router knows no {self.role} node"
             )
+        if (num_lost := _num_lost(tried)) >= MAX_LOST:
+            what = f"{num_lost} {self.role} nodes were lost while they had this request: no other one gets it"
+            reasons = [str(error) for error in tried.values() if error is not None]
+            return NoNodeError(f"{what} ({'; '.join(reasons)})", retry_after_s=None)
         reasons = await asyncio.gather(*(_why_not(node, tried, body) for node in self.nodes))
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
 
@@ -666,6 +683,17 @@ def _chosen(
     share = bound({node.url: node.in_flight for node in equals}, LOAD_FACTOR)
     known = (node for node in equals if node.url == preferred and node.in_flight < share)
     return next(known, None) or policy.choose(equals, body)
+
+
+def _num_lost(tried: Tried) -> int:
+    return sum(error is not None and error.is_lost for error in tried.values())
+
+
+def _had_request(error: Exception) -> bool:
+    """Whether a node may have received the request whose connection ended with this error."""
+    return isinstance(
+        error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | aiohttp.ClientPayloadError
+    ) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def _any(node: UpstreamNode) -> bool:

@@ -505,7 +505,7 @@ class Performance:
                 path = None if action.after is None else action.after.path
                 asked = self._asked("decode_call", node, body, path)
                 answer = await stack.enter_async_context(asked)
-                if _is_for_another(answer, exchange.tried_decode):
+                if _is_for_another(answer):
                     raise _failed(node, answer)
                 _require_not_aborted(node, answer)
                 _require_continued(node, answer)
@@ -676,12 +676,9 @@ def _raise_refusal(node: UpstreamNode, answer: NodeAnswer) -> NoReturn:
 _ENGINE_ENDED = "EngineCore encountered an issue"
 
 
-def _is_for_another(answer: NodeAnswer, tried: Tried) -> bool:
+def _is_for_another(answer: NodeAnswer) -> bool:
     """Whether another decode node may give the answer that this one did not begin."""
-    # Once: a request that ends engines must not end one after the other. A reason has the first 200 bytes of an answer, and vLLM's
-    # error begins with this text.
-    has_ended_others = any(error is not None and _ENGINE_ENDED in error.reason for error in tried.values())
-    return answer.status in (429, 502, 503) or (_has_ended(answer) and not has_ended_others)
+    return answer.status in (429, 502, 503) or _has_ended(answer)
 
 
 def _has_ended(answer: NodeAnswer) -> bool:
@@ -693,7 +690,7 @@ def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
         node.suspect()  # it may be draining, or its engine may be dead; a health check will tell
     # A node that answers 429 is well, and has more requests than it may have. Another one may have fewer.
     reason = f"answered {answer.status}: {answer.payload[:200].decode(errors='replace')}"
-    return NodeGoneError(node, reason, may_eject=answer.status not in (429, 503))
+    return NodeGoneError(node, reason, may_eject=answer.status not in (429, 503), is_lost=_has_ended(answer))
 
 
 def _require_not_aborted(node: UpstreamNode, answer: NodeAnswer) -> None:

@@ -7,14 +7,16 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientConnectorError, ConnectionTimeoutError, ServerDisconnectedError, web
 from aiohttp.test_utils import TestClient
 
-from kvferry.router.nodes import UpstreamNode
+from kvferry.router.nodes import MAX_LOST, NodeGoneError, NodePool, Tried, UpstreamNode
 from kvferry.router.reading import kept_alive_socket
 from kvferry.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
@@ -355,3 +357,23 @@ async def test_the_metrics_name_each_nodes_state() -> None:
         states = [line for line in lines if line.endswith(" 1.0")]
         assert len(lines) == 2 * len(NodeState)
         assert ['state="draining"' in line for line in states] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tried"),
+    [
+        (ServerDisconnectedError(), MAX_LOST),
+        (ClientConnectorError(SimpleNamespace(ssl=None, host="h", port=1), OSError(111, "refused")), 5),  # type: ignore[arg-type]
+        (ConnectionTimeoutError(), 5),
+    ],
+    ids=["lost", "refused", "no answer to a connection"],
+)
+async def test_only_nodes_that_had_a_request_count_as_lost_with_it(error: Exception, num_tried: int) -> None:
+    """In an outage the connection is refused by one node after the other, and a later one may answer."""
+    pool = NodePool("decode", [f"http://{number}" for number in range(5)])
+    tried: Tried = {}
+    while (node := pool.pick(tried)) is not None:
+        with suppress(NodeGoneError), pool.using(node, tried):
+            async with node.exchange():
+                raise error
+    assert len(tried) == num_tried

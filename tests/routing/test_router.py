@@ -313,13 +313,17 @@ async def test_a_request_whose_engine_ends_is_answered_by_another_node(stream: b
     assert stopping.bodies
 
 
-async def test_a_request_that_ends_engines_is_not_tried_at_a_third_one() -> None:
-    decodes = [FakeNode(engine_ended) for _ in range(4)]
+@pytest.mark.parametrize(
+    ("answer", "why"), [(engine_ended, "EngineCore"), (die_at_once, "Server disconnected")]
+)
+async def test_a_request_that_ends_nodes_is_not_tried_at_a_fourth_one(answer: Answer, why: str) -> None:
+    decodes = [FakeNode(answer) for _ in range(5)]
     async with routed([FakeNode(offer)], decodes) as client:
         async with client.post("/v1/completions", json={"prompt": "p"}) as response:
-            assert response.status == 500
-            assert "EngineCore" in await response.text()
-    assert sum(len(node.bodies) for node in decodes) == 2
+            assert response.status == 503
+            message = (await response.json())["error"]["message"]
+    assert "3 decode nodes were lost while they had this request: no other one gets it" in message
+    assert message.count(why) == sum(len(node.bodies) for node in decodes) == 3
 
 
 HALF_PAIRS = ["\ud800", "a \udfff b", ["a", "\ud800"], [1, {"x": "\ud83d"}]]
