@@ -35,10 +35,8 @@ class OfferState(enum.Enum):
     ANNOUNCED = "announced"
     #: The prompt is still being computed. The blocks are the engine's, and no lease runs.
     OPEN = "open"
-    #: The request has finished, and no rank reads. The lease runs.
-    IDLE = "idle"
-    #: The request has finished, and at least one rank reads. The lease runs, and heartbeats renew it.
-    READ = "read"
+    #: The request has finished. The lease runs, and heartbeats of the ranks that read renew it.
+    LEASED = "leased"
     #: Its guard is clear, or it never had one.
     ENDED = "ended"
 
@@ -47,9 +45,8 @@ class OfferState(enum.Enum):
 OFFER_TRANSITIONS: Mapping[OfferState, frozenset[OfferState]] = {
     OfferState.AWAITED: frozenset({OfferState.ANNOUNCED, OfferState.ENDED}),
     OfferState.ANNOUNCED: frozenset(set(OfferState) - {OfferState.AWAITED, OfferState.ANNOUNCED}),
-    OfferState.OPEN: frozenset({OfferState.IDLE, OfferState.READ, OfferState.ENDED}),
-    OfferState.IDLE: frozenset({OfferState.READ, OfferState.ENDED}),
-    OfferState.READ: frozenset({OfferState.IDLE, OfferState.ENDED}),
+    OfferState.OPEN: frozenset({OfferState.LEASED, OfferState.ENDED}),
+    OfferState.LEASED: frozenset({OfferState.ENDED}),
     OfferState.ENDED: frozenset(),
 }
 
@@ -322,13 +319,11 @@ class Offer:
         if self.state in (OfferState.AWAITED, OfferState.ANNOUNCED):
             self.deadline = min(self.deadline, now + self._answer_interval_s)
         self.renew(now)
-        self._count_readers()
         return ""
 
     def release(self, peer: ConsumerPeer, release: Release) -> None:
         """Note that a rank is done."""
         self.claimants.release(peer, release)
-        self._count_readers()
 
     def lose(self, peer_id: int) -> bool:
         """Note that a peer is gone.
@@ -336,16 +331,14 @@ class Offer:
         Returns:
             Whether it read.
         """
-        read = self.claimants.lose(peer_id)
-        self._count_readers()
-        return read
+        return self.claimants.lose(peer_id)
 
     def renew(self, now: float) -> None:
         """Let the lease run anew, unless the request finished `max_hold_s` ago.
 
         That bound is the producer's: a consumer that sends heartbeats for ever must not keep blocks for ever.
         """
-        if self.state in (OfferState.IDLE, OfferState.READ) and now < self._renewable_until:
+        if self.state is OfferState.LEASED and now < self._renewable_until:
             # Also if the lease was that of an answer: a consumer that claims and then freezes is no user who thinks.
             self._lease_s = self._config.lease_s
             self.deadline = now + self._lease_s
@@ -374,15 +367,7 @@ class Offer:
         self.deadline = now + lease_s
         # A claim that comes within the lease gets time to read, even if `max_hold_s` is shorter than an answer's lease.
         self._renewable_until = now + max(self._config.max_hold_s, lease_s)
-        self._go_to(OfferState.READ if self.claimants.peers else OfferState.IDLE)
-
-    def _count_readers(self) -> None:
-        """Set *idle* or *read*. An offer whose ranks are all done is about to end, so it stays as it is."""
-        if self.state not in (OfferState.IDLE, OfferState.READ) or self.claimants.are_done:
-            return
-        state = OfferState.READ if self.claimants.peers else OfferState.IDLE
-        if state is not self.state:
-            self._go_to(state)
+        self._go_to(OfferState.LEASED)
 
     def _go_to(self, state: OfferState) -> None:
         """Change the state: the one place that does.

@@ -391,6 +391,22 @@ def test_a_rank_that_answers_after_the_load_has_failed_is_released(
     ]
 
 
+def test_a_rank_that_was_not_claimed_yet_is_released_if_another_one_was_restarted(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    """It would hold the blocks until the lease ends, and a release of a rank that has not claimed is ignored."""
+    consumer.claim("first", BY_TWO, 0.0)
+    for address, peer, epoch in ((ADDRESS, PEER, 23), (LATE, LATE_PEER, welcome.epoch)):
+        consumer.connecting(address, peer, 0.0)
+        consumer.peer_connected(peer, 0.0)
+        consumer.receive(peer, replace(welcome, epoch=epoch), 0.0)
+    assert consumer.claim("second", BY_TWO, 1.0) == [
+        Send(LATE_PEER, Claim("theirs", 3, **ONLY_RANK)),
+        Send(LATE_PEER, Release("theirs", 3, delivered=False, **ONLY_RANK)),
+    ]
+    assert isinstance(only_end(consumer.load("second", BLOCKS, 1.0)).error, StaleLeaseError)
+
+
 def test_a_rank_that_never_answers_is_not_tried_for_ever(
     consumer: ConsumerProtocol, welcome: Welcome
 ) -> None:
@@ -445,6 +461,20 @@ class TestConnectionsInProgress:
         ]
         assert consumer.connect_failed("sim://2", PeerLostError("no node there"), 1.0) == [
             Connect("sim://3", 3.0)
+        ]
+
+    def test_an_address_that_failed_waits_after_those_that_were_not_tried(
+        self, consumer: ConsumerProtocol
+    ) -> None:
+        consumer.claim("many", offer_at("many", *(f"sim://{number}" for number in range(4))), 0.0)
+        consumer.connecting("sim://0", 1, 0.0)
+        consumer.connecting("sim://1", 2, 0.0)
+        consumer.peer_lost(1, PeerLostError("no node there"), 0.0)
+        assert consumer.claim("again", offer_at("again", "sim://0"), 0.5) == []
+        assert consumer.advance(1.0) == []  # its backoff is over
+        assert consumer.peer_lost(2, PeerLostError("no node there"), 1.5) == [
+            Disconnect(2),
+            Connect("sim://3", 2.5),
         ]
 
     def test_a_finished_handshake_makes_room(self, consumer: ConsumerProtocol, welcome: Welcome) -> None:

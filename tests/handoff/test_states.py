@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.loads import LOAD_TRANSITIONS, Load, LoadState, Verdict
-from kvferry.connector.handoff.messages import Claim, Grant, Release
-from kvferry.connector.handoff.offers import OFFER_TRANSITIONS, ConsumerPeer, Offer, OfferState
+from kvferry.connector.handoff.messages import Grant
+from kvferry.connector.handoff.offers import OFFER_TRANSITIONS, Offer, OfferState
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p.scheduler import RequestState
 from kvferry.reference.engine.handoffs import Hold
@@ -87,18 +87,6 @@ def test_an_offers_repr_shows_its_state_and_hides_its_number(offer: Offer) -> No
     assert repr(offer) == "<offer of request 'r': announced, 0 read>"
     offer.open(Grant("r", LEASE, guard_index=0, num_tokens=12, num_ready=8, block_ids=((4, 5),)))
     assert repr(offer) == "<offer of request 'r': open, 8 of 12 tokens ready, 0 read>"
-
-
-def test_an_offer_is_claimed_while_a_rank_reads_it(offer: Offer) -> None:
-    offer.offer(
-        Grant("r", LEASE, guard_index=0, num_tokens=12, num_ready=12, block_ids=((4, 5, 6),)), now=0.0
-    )
-    first = ConsumerPeer(1, "there", 5)
-    assert offer.state is OfferState.IDLE
-    assert offer.claim(first, Claim("r", LEASE, rank=0, num_ranks=2), now=0.0) == ""
-    assert offer.state is OfferState.READ
-    offer.release(first, Release("r", LEASE, delivered=True, rank=0, num_ranks=2))
-    assert offer.state is OfferState.IDLE  # the other rank is still to come
 
 
 def test_an_offer_ends_once(offer: Offer) -> None:
