@@ -814,8 +814,7 @@ def _not_continued(begun: Begun) -> ApiError:
     error = object_of(begun.payload).get("error")
     message = error.get("message") if isinstance(error, dict) else ""
     said = message or begun.payload[:200].decode(errors="replace")
-    status = begun.status if begun.status >= 400 else 502
-    return ApiError(status, f"the decode node did not continue the answer: {said}", kind="server_error")
+    return ApiError(502, f"the decode node did not continue the answer: {said}", kind="server_error")
 
 
 def transfer_error(body: Mapping[str, Any]) -> str:

@@ -249,7 +249,6 @@ class ConsumerProtocol:
             actions += self._end(load, Verdict("failed", error))
         self._loads.forget_failures()
         actions += self._peers.close()
-        self._unreleased.clear()
         return actions
 
     def begin_anew(self, identity: Identity, error: ConnectorError) -> list[Action]:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, make_mocked_request
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from kvferry.connector.spans import PART, RecentSpans, SpanRecord
+from kvferry.router.app import Router
+from kvferry.router.handoffs import NO_REASON
+from kvferry.router.nodes import NodePool
 from kvferry.web.errors import note_answered
 from kvferry.web.tracing import observed
 from tests.support.fake_nodes import routed
@@ -271,3 +274,27 @@ async def test_an_answer_that_was_noted_is_logged_as_answered_although_its_handl
     assert answered == "answered /p with 200"
     assert left.startswith("the client of /p disconnected")
     assert [[event["name"] for event in span.events] for span in kept] == [[], ["the client disconnected"]]
+
+
+async def test_a_router_has_finished_with_the_end_of_its_last_request() -> None:
+    pools = NodePool("prefill", ["http://127.0.0.1:9"]), NodePool("decode", ["http://127.0.0.1:9"])
+    router = Router(
+        *pools, answer_timeout_s=0.0, check_interval_s=60.0, check_timeout_s=5.0, decode_alone="never"
+    )
+    async with TestClient(TestServer(router.application())) as client, asyncio.timeout(DEADLINE_S):
+        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+            assert response.status == 503
+        await router.finish(2 * DEADLINE_S)
+
+
+async def test_a_load_that_failed_without_a_reason_is_noted_in_the_span_of_its_request() -> None:
+    class Failing(Node):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            return web.json_response({"choices": []}, headers={"X-KV-Transfer": "failed"})
+
+    async with routed([Node()], [Failing()]) as client:
+        headers = {"X-Request-Id": "r7"}
+        async with client.post("/v1/completions", json={"prompt": "p"}, headers=headers) as response:
+            assert response.status == 200
+        told = await (await client.get("/page/explain", params={"request": "r7"})).json()
+    assert f"handoff failed  reason {NO_REASON}" in " ".join(told["lines"])

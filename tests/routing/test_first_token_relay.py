@@ -148,6 +148,8 @@ async def test_the_client_has_the_first_token_before_the_decode_node_answers() -
         client.post("/v1/completions", json={**STREAM, "max_tokens": 9}) as response,
     ):
         assert await response.content.readany() == event("t1")
+        (running,) = (await (await client.get("/page/state")).json())["in_flight"]
+        assert 0 < running["first_token_ms"] <= running["total_ms"]
         may_answer.set()
         assert await response.read() == REST
     assert prefill.asked[0]["kv_transfer_params"]["want_first_token"] == {

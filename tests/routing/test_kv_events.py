@@ -288,6 +288,24 @@ def test_a_text_that_the_node_had_already_does_not_outlive_what_it_stored_last()
     assert shares(prefixes, text(4)) == {}
 
 
+def test_a_text_for_which_nothing_was_stored_ends_with_the_latest_block_of_before():
+    prefixes = Prefixes()
+    prefixes.apply(A, [stored([1, 2], tokens(32))])
+    prefixes.add(keys_of({"prompt": text(4)}), A, prefixes.mark(A))
+    assert shares(prefixes, text(4)) == {A: 1.0}
+    prefixes.apply(A, [removed(1)])
+    assert shares(prefixes, text(4)) == {A: 1.0}
+    prefixes.apply(A, [removed(2)])
+    assert shares(prefixes, text(4)) == {}
+
+
+def test_chats_with_other_tools_have_another_beginning():
+    messages = [{"role": "user", "content": text(4)}]
+    plain, tools = {"messages": messages}, {"messages": messages, "tools": [{"name": text(4)}]}
+    assert keys_of(plain)[0] != keys_of(tools)[0]
+    assert len(keys_of(plain)) < len(keys_of(tools))
+
+
 def test_without_events_the_router_guesses_as_before():
     prefixes = Prefixes()
     prefixes.add(keys_of({"prompt": text(4)}), A)
@@ -624,3 +642,20 @@ async def test_a_restarted_node_is_forgotten_and_followed_anew():
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_command_between_the_frames_of_a_message_is_no_part_of_it():
+    """A ZeroMQ socket with heartbeats sends them at any time."""
+    ready, ping = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB", b"\x04PING\x00\x01"
+
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(64))  # the greeting, which has no name of its own
+        for flags, frame in ((4, ready), (4, ping), (1, b"topic"), (4, ping), (0, b"payload")):
+            writer.write(bytes((flags, len(frame))) + frame)
+        await reader.read()
+        writer.close()
+
+    async with asyncio.timeout(DEADLINE_S), await asyncio.start_server(publish, "127.0.0.1", 0) as server:
+        connection = await kv_events._Connection.open(*server.sockets[0].getsockname(), b"SUB")
+        assert await connection.receive() == [b"topic", b"payload"]
+        connection.close()

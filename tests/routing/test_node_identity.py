@@ -379,3 +379,25 @@ async def test_the_router_learns_the_policy_of_a_server_of_vllm(policy: str, sta
     _, decode = servers(policy=policy)
     async with routed([], [decode]) as client:
         assert (await client.post("/v1/completions", json={"model": "m", "prompt": "p"})).status == status
+
+
+async def test_an_adapter_is_listed_without_a_length() -> None:
+    class WithAdapter(VllmServer):
+        async def models(self, request: web.Request) -> web.StreamResponse:
+            own = {"id": "m", "object": "model", "owned_by": "vllm", "max_model_len": 100}
+            adapter = {"id": "a", "object": "model", "owned_by": "vllm", "parent": "m"}
+            return web.json_response({"object": "list", "data": [adapter, own]})
+
+    async with routed([WithAdapter("kv_producer")], [WithAdapter("kv_consumer")]) as client:
+        assert await text_of(client) == "t1rest"
+
+
+async def test_what_a_server_is_is_known_with_its_first_check() -> None:
+    class Slow(VllmServer):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(0.2)  # longer than the rest of a check
+            return await super().handle(request)
+
+    async with routed([Slow("kv_producer")], [Slow("kv_consumer")]) as client:
+        known = [(await node(client, role))["kv_role"] for role in ("prefill", "decode")]
+    assert known == ["kv_producer", "kv_consumer"]

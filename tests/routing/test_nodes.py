@@ -345,6 +345,7 @@ def test_connections_to_nodes_are_probed() -> None:
     with kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as connection:
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+        assert not connection.getblocking()  # or the router would stand still while it connects
 
 
 async def test_the_metrics_name_each_nodes_state() -> None:
@@ -377,3 +378,20 @@ async def test_only_nodes_that_had_a_request_count_as_lost_with_it(error: Except
             async with node.exchange():
                 raise error
     assert len(tried) == num_tried
+
+
+async def test_a_node_is_not_checked_again_before_the_interval_is_over() -> None:
+    node = Player()
+    async with routed([Player()], [node], check_interval_s=DEADLINE_S, check_timeout_s=DEADLINE_S) as client:
+        num_checks = node.num_checks
+        for _ in range(20):
+            await client.get("/nodes")
+    assert node.num_checks == num_checks
+
+
+def test_a_node_that_is_overloaded_serves_the_models_that_it_served() -> None:
+    node = UpstreamNode("decode", "http://d")
+    node.note(Health(NodeState.READY, models=frozenset({"a"})))
+    node.note(Health(NodeState.OVERLOADED, "/ready says overloaded", is_reported=True))
+    assert node.serves("a")
+    assert not node.serves("b")

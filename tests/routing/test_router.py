@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvferry.router.metrics import ANSWER_RESULTS
 from kvferry.router.nodes import NodePool, NoNodeError
 from kvferry.router.states import Health, NodeState
 from kvferry.web.json_body import MAX_DEPTH
@@ -23,6 +24,8 @@ PARAMS = {
     "remote_host": "h",
 }
 EVENTS = b'data: {"choices": [{"text": "one"}]}\n\ndata: {"choices": [{"text": " two"}]}\n\ndata: [DONE]\n\n'
+
+DEADLINE_S = 20.0
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -368,3 +371,65 @@ async def test_a_field_that_is_nested_too_deep_is_refused_by_its_name(stream: bo
         async with client.post("/v1/completions", json=possible) as response:
             assert response.status == 200
     assert prefill.bodies[0]["deep"] == possible["deep"]
+
+
+async def test_a_list_of_prompts_ends_with_its_first_error_and_aborts_the_others() -> None:
+    slow_is_asked, slow_is_aborted = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if (await request.json())["prompt"] == "bad":
+            await slow_is_asked.wait()
+            return await refuse(request)
+        slow_is_asked.set()
+        try:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+        finally:
+            slow_is_aborted.set()
+
+    async with asyncio.timeout(DEADLINE_S), routed([FakeNode(offer)], [FakeNode(answer)]) as client:
+        async with client.post("/v1/completions", json={"prompt": ["slow", "bad"]}) as response:
+            assert response.status == 400
+        await slow_is_aborted.wait()
+
+
+async def test_an_option_of_the_stream_that_is_no_boolean_is_refused() -> None:
+    body = {"prompt": "p", "stream": True, "stream_options": {"include_usage": "yes"}}
+    async with routed([FakeNode(offer)], [FakeNode(answer_stream)]) as client:
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 400
+            assert "include_usage" in await response.text()
+
+
+async def test_an_offer_that_is_no_object_is_none() -> None:
+    async def offer_list(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": [1]})
+
+    decode = FakeNode(answer_whole)
+    ((status, _),) = await ask([FakeNode(offer_list)], [decode])
+    assert status == 200
+    assert "kv_transfer_params" not in decode.bodies[0]
+
+
+async def test_every_result_of_an_answer_is_exported_before_there_is_one() -> None:
+    async with routed([FakeNode(offer)], [FakeNode(answer_whole)]) as client:
+        page = await (await client.get("/metrics")).text()
+    assert all(f'kvferry_router_answers_total{{result="{result}"}} 0.0' in page for result in ANSWER_RESULTS)
+
+
+async def test_a_stream_of_several_answers_ends_with_the_usage_of_all_of_them() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        num = len((await request.json())["prompt"])
+        usage = {"prompt_tokens": num, "completion_tokens": 1, "total_tokens": num + 1}
+        events = ({"choices": [{"index": 0, "text": "x"}]}, {"choices": [], "usage": usage})
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return web.Response(text=f"{text}data: [DONE]\n\n", content_type="text/event-stream")
+
+    body = {"prompt": ["p", "ppp"], "stream": True, "stream_options": {"include_usage": True}}
+    async with routed([FakeNode(offer)], [FakeNode(answer)]) as client:
+        async with client.post("/v1/completions", json=body) as response:
+            *events, last, done = (await response.text()).split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    said = json.loads(last.removeprefix("data: "))
+    assert said["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    assert said["choices"] == []
+    assert not any("usage" in event for event in events)
