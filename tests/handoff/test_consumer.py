@@ -256,6 +256,21 @@ def test_a_rendezvous_gives_its_blocks_up_if_others_wait_for_blocks_as_long(
     assert consumer.receive(PEER, Parked("other", 5), 3 * patience) == []
 
 
+@pytest.mark.parametrize("is_parked", [True, False])
+def test_the_time_of_a_rendezvous_begins_when_its_prompt_is_computed(
+    consumer: ConsumerProtocol, welcome: Welcome, is_parked: bool
+) -> None:
+    """A claim that is granted at once has waited for nothing, so all of its time is the transfer's."""
+    claiming(consumer, welcome)
+    consumer.claim("one", replace(OFFER, lease=4, request_id="one", is_rendezvous=True), 0.0)
+    consumer.load("one", BLOCKS, 0.0)
+    if is_parked:
+        assert consumer.receive(PEER, Parked("one", 4), 1.0) == []
+    *completed, read = consumer.receive(PEER, replace(GRANT, request_id="one", lease=4), 2.0)
+    assert isinstance(read, StartRead)
+    assert completed == [OfferCompleted("one")] * is_parked
+
+
 def test_the_wait_for_a_silent_producer_is_bounded(
     consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
 ) -> None:
