@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.handoff.pairing import plan_for
 from kvferry.connector.planning.layout import KVLayout, LayerLayout, layer_layout_of_view
 from kvferry.connector.planning.plan import Planner
 from kvferry.connector.planning.reshard import GroupTables, ReshardPlanner
@@ -322,6 +324,15 @@ def test_replicated_heads_come_from_one_rank() -> None:
         [tables_of(0, [1], [2])], 4
     )
     assert [rank for rank, pairs in enumerate(plans) if len(pairs)] == [0, 4]
+
+
+def test_a_grant_of_another_number_of_groups_is_refused() -> None:
+    consumer, *_ = ranks_of(Model(), Shape())
+    producers = ranks_of(Model(), Shape(), tp=2)
+    planner = plan_for(consumer.layout, [rank.layout for rank in producers], 0)
+    assert planner.plan((GroupBlocks(0, (1,)),), ((2,),), num_tokens=4)
+    with pytest.raises(RegionError, match="1 groups to load; the producer granted 2"):
+        planner.plan((GroupBlocks(0, (1,)),), ((2,), (3,)), num_tokens=4)
 
 
 def test_a_latent_vector_without_heads_comes_from_one_rank() -> None:

@@ -23,6 +23,7 @@ from kvferry.router.kv_events import EventFollower, Follow, MalformedEventError,
 from kvferry.router.nodes import UpstreamNode
 from kvferry.router.placement import Limits
 from kvferry.router.prefixes import (
+    MAX_USES_OF_BLOCK,
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -297,6 +298,15 @@ def test_a_text_for_which_nothing_was_stored_ends_with_the_latest_block_of_befor
     assert shares(prefixes, text(4)) == {A: 1.0}
     prefixes.apply(A, [removed(2)])
     assert shares(prefixes, text(4)) == {}
+
+
+def test_a_bounded_number_of_texts_hangs_on_one_block():
+    prefixes = Prefixes()
+    prefixes.apply(A, [stored([1], tokens(16))])
+    texts = [f"{number:04}" + text(4) for number in range(MAX_USES_OF_BLOCK + 1)]
+    for each in texts:
+        prefixes.add(keys_of({"prompt": each}), A, prefixes.mark(A))
+    assert [shares(prefixes, each) for each in (texts[0], texts[1], texts[-1])] == [{}, {A: 1.0}, {A: 1.0}]
 
 
 def test_chats_with_other_tools_have_another_beginning():
