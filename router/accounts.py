@@ -50,6 +50,7 @@ class Accounts:
 
 
 async def _answered(asking: Asking[Told], session: aiohttp.ClientSession) -> Told:
+    # Each question has a deadline of its own, and a server gets four at most, so this ends within the page's patience.
     try:
         question = next(asking)
         while True:

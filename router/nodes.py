@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 RECHECK_S = 1.0
 #: How long a client's error waits for the result of a fresh check.
 CAUSE_WAIT_S = 2.0
-#: After so many nodes were lost while they had a request, no other one gets it: it may be what ends them.
+#: The router gives up a request after it has lost this many nodes of a role, because the request may crash them. Three, and not
+#: one, because nodes also fail by themselves, and a request that moves to another node should survive that.
 MAX_LOST = 3
 #: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
@@ -653,6 +654,7 @@ class NodePool:
     def _candidates(
         self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
     ) -> list[UpstreamNode]:
+        # Here, because every choice of a node passes through: also those of a stream that moves.
         if _num_lost(tried) >= MAX_LOST:
             return []
         usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
@@ -691,6 +693,7 @@ def _num_lost(tried: Tried) -> int:
 
 def _had_request(error: Exception) -> bool:
     """Whether a node may have received the request whose connection ended with this error."""
+    # An outage refuses connections at one node after the other. That ends no node, so it must not use up the limit.
     return isinstance(
         error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | aiohttp.ClientPayloadError
     ) and not isinstance(error, aiohttp.ClientConnectorError)
