@@ -50,7 +50,7 @@ class Accounts:
 
 
 async def _answered(asking: Asking[Told], session: aiohttp.ClientSession) -> Told:
-    # Each question has a deadline of its own, and a server gets four at most, so this ends within the page's patience.
+    # Each question has a deadline of its own, and a server gets four at most, so this ends before the page's own timeout.
     try:
         question = next(asking)
         while True:
