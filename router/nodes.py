@@ -62,7 +62,7 @@ class NodeGoneError(Exception):
         is_explained: The reason comes from a health check; otherwise from the request itself.
         may_eject: The failure counts towards an ejection. False if the node only takes no request now, for example because it
             drains, or if the router itself failed.
-        is_lost: The node was lost while it had the request, which may be why.
+        is_lost: The connection broke, or the engine ended, while the node had the request. The request may be why.
     """
 
     def __init__(
@@ -374,7 +374,9 @@ class UpstreamNode:
                     self._exchanges.discard(limit)
         except (aiohttp.ClientError, TimeoutError) as error:
             if limit.expired():
-                raise NodeGoneError(self, self._why_ended, is_explained=True, is_lost=True) from None
+                # Not lost: when the router's machine stands still, it finds all nodes silent at once. A process that ends
+                # breaks its connections.
+                raise NodeGoneError(self, self._why_ended, is_explained=True) from None
             self.num_connection_failures += 1
             self.doubt_identity()  # another process may be at this address by now
             self.suspect()

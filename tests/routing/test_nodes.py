@@ -380,6 +380,18 @@ async def test_only_nodes_that_had_a_request_count_as_lost_with_it(error: Except
     assert len(tried) == num_tried
 
 
+async def test_nodes_that_checks_find_silent_do_not_count_as_lost() -> None:
+    """A router whose machine stood still finds all of its nodes silent at once, and none has ended."""
+    pool = NodePool("decode", [f"http://{number}" for number in range(MAX_LOST + 2)])
+    tried: Tried = {}
+    while (node := pool.pick(tried)) is not None:
+        with suppress(NodeGoneError), pool.using(node, tried):
+            async with node.exchange():
+                node.end_exchanges()
+                await asyncio.sleep(DEADLINE_S)
+    assert len(tried) == MAX_LOST + 2
+
+
 async def test_a_node_is_not_checked_again_before_the_interval_is_over() -> None:
     node = Player()
     async with routed([Player()], [node], check_interval_s=DEADLINE_S, check_timeout_s=DEADLINE_S) as client:
