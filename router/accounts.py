@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import aiohttp
@@ -25,12 +25,13 @@ class Accounts:
 
     Args:
         spans: The router's own.
-        urls: Returns the URLs of the nodes. Only these are asked, because a former node's address may belong to any process.
+        nodes: Returns the URL of each node → the name that its certificate must have, empty for the host of the URL. Only these
+            are asked, because a former node's address may belong to any process.
     """
 
-    def __init__(self, spans: RecentSpans, urls: Callable[[], Collection[str]]) -> None:
+    def __init__(self, spans: RecentSpans, nodes: Callable[[], Mapping[str, str]]) -> None:
         self._spans = spans
-        self._urls = urls
+        self._nodes = nodes
 
     async def lines(self, request_id: str, own_url: str, session: aiohttp.ClientSession) -> list[str]:
         """Return what `kvferry explain` prints of a request and of the nodes that it was sent to.
@@ -40,8 +41,10 @@ class Accounts:
         """
         spans = self._spans.find(request_id)
         named = {str(span.attributes.get("node", "")) for span in spans}
-        nodes = sorted(named.intersection(self._urls()))
-        told = await asyncio.gather(*(_answered(ask(request_id, url), session) for url in nodes))
+        nodes = self._nodes()
+        told = await asyncio.gather(
+            *(_answered(ask(request_id, url), session, nodes[url]) for url in sorted(named & nodes.keys()))
+        )
         error = (
             "" if spans else f"no spans of this request; the router keeps those of the latest {MAX_REQUESTS}"
         )
@@ -49,13 +52,13 @@ class Accounts:
         return [printable(line) for line in lines]
 
 
-async def _answered(asking: Asking[Told], session: aiohttp.ClientSession) -> Told:
+async def _answered(asking: Asking[Told], session: aiohttp.ClientSession, server_name: str) -> Told:
     # Each question has a deadline of its own, and a server gets four at most, so this ends before the page's own timeout.
     try:
         question = next(asking)
         while True:
             try:
-                text = await _fetch(question, session)
+                text = await _fetch(question, session, server_name)
             except NotToldError as error:
                 question = asking.throw(error)
             else:
@@ -65,7 +68,7 @@ async def _answered(asking: Asking[Told], session: aiohttp.ClientSession) -> Tol
         return told
 
 
-async def _fetch(question: Question, session: aiohttp.ClientSession) -> str:
+async def _fetch(question: Question, session: aiohttp.ClientSession, server_name: str) -> str:
     """Return the text of the answer.
 
     Raises:
@@ -79,7 +82,11 @@ async def _fetch(question: Question, session: aiohttp.ClientSession) -> str:
         async with (
             asyncio.timeout(question.timeout_s),
             session.request(
-                method, question.url, data=body, headers=headers, middlewares=middlewares
+                *(method, question.url),
+                data=body,
+                headers=headers,
+                middlewares=middlewares,
+                server_hostname=server_name or None,
             ) as response,
         ):
             text = (await read_whole(response, _MAX_BYTES)).decode(errors="replace")

@@ -135,7 +135,7 @@ class Router:
         app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
-        accounts = Accounts(self._spans, lambda: {node.url for node in self._nodes})
+        accounts = Accounts(self._spans, self._server_names)
 
         async def explain(request_id: str, own_url: str) -> list[str]:
             return await accounts.lines(request_id, own_url, self._services.session)
@@ -240,6 +240,10 @@ class Router:
             names = (pool.server_name(origin) for pool in (self._prefill_pool, self._decode_pool))
             request.server_hostname = next(filter(None, names), None)
         return await handler(request)
+
+    def _server_names(self) -> dict[str, str]:
+        pools = self._prefill_pool, self._decode_pool
+        return {node.url: pool.server_name(node.url) for pool in pools for node in pool.nodes}
 
     async def _nodes_seen(self, request: web.Request) -> web.Response:
         return web.json_response(self.report())

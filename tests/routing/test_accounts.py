@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +16,8 @@ from aiohttp.test_utils import TestServer
 from kvferry.connector.spans import RecentSpans, ServerSpans, SpanRecord
 from kvferry.router.accounts import Accounts
 from kvferry.router.reading import node_session, refuse_no_answers
-from kvferry.web.access import NodeAccess, OwnKey
+from kvferry.transports.testing.certificates import Authority
+from kvferry.web.access import ClientTls, NodeAccess, OwnKey
 from kvferry.web.admin import admin_application
 from kvferry.web.recent_spans import span_routes
 from tests.support.fake_nodes import routed, serving
@@ -72,14 +75,17 @@ async def admin_endpoints(refuses: bool, seen: list[str]) -> AsyncIterator[int]:
         yield server.port or 0
 
 
-async def account(*named: str, known: tuple[str, ...] = ()) -> list[str]:
+async def account(
+    *named: str, known: tuple[str, ...] = (), server_name: str = "", tls: ClientTls | None = None
+) -> list[str]:
     """Return what a router with a key of its nodes shows of a request that it sent to the nodes `named`."""
     spans = RecentSpans()
     for url in named:
         spans.keep(SpanRecord("a", "prefill_call", 1.0, 2.0, attributes={"node": url}))
-    access = NodeAccess(OwnKey("X", KEY))
+    access = NodeAccess(OwnKey("X", KEY), tls)
     async with node_session(access, (access.present, refuse_no_answers)) as session:
-        return await Accounts(spans, lambda: set(known or named)).lines("a", "http://r", session)
+        nodes = dict.fromkeys(known or named, server_name)
+        return await Accounts(spans, lambda: nodes).lines("a", "http://r", session)
 
 
 async def test_a_node_of_vllm_is_asked_by_a_request_with_the_routers_key() -> None:
@@ -98,6 +104,31 @@ async def test_admin_endpoints_are_asked_without_a_key_and_one_that_needs_it_say
             text = "\n".join(await account(url.rstrip("/")))
         assert seen == [""]
         assert wanted in text
+
+
+async def test_the_certificate_of_admin_endpoints_has_the_name_by_which_the_node_was_found(
+    tmp_path: Path,
+) -> None:
+    authority = Authority.make(tmp_path)
+    files = authority.issue("node", "DNS:decode.models.svc")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["tls_cert"], files["tls_key"])
+    spans = RecentSpans()
+    spans.keep(SpanRecord("a", "node", 1.1, 1.3))
+    app = admin_application(span_routes(spans, "decode"))
+    server = TestServer(app, scheme="https")
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "admin_port": server.port})
+
+    app.router.add_get("/health", health)
+    await server.start_server(ssl=context)
+    try:
+        url, tls = f"https://127.0.0.1:{server.port}", ClientTls(files["tls_ca"])
+        for name, wanted in (("decode.models.svc", "200.0 ms"), ("another", "certificate")):
+            assert wanted in "\n".join(await account(url, server_name=name, tls=tls))
+    finally:
+        await server.close()
 
 
 async def test_a_node_without_admin_endpoints_says_how_to_get_them() -> None:
