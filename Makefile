@@ -189,8 +189,8 @@ build/fuzz-tools: constraints.txt | $(READY)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt atheris
 
-.PHONY: prove-states
-prove-states: $(READY) ## go through every state of two or three nodes, and of a request, within large bounds, and print tables
+.PHONY: prove
+prove: $(READY) ## go through every state of two or three nodes, and of a request, within large bounds, and print tables
 	$(BIN)/python -m tests.support.handoff_simulator.every_state --size large
 	$(BIN)/python -m tests.support.exchange_states --size large
 

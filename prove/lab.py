@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -479,11 +480,10 @@ class _Start:
     name: str
     model: str
     places: Places
-    _numbers: list[int] = field(default_factory=lambda: [0])
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __call__(self, port: int) -> LaunchedProcess:
         settings = self.settings
-        self._numbers[0] += 1
         command, model = list(settings.serve_command), self.model
         if not command:
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -503,7 +503,7 @@ class _Start:
             command += [settings.connector.option, json.dumps(transfer)]
             environment |= settings.connector.environment_of(self.places)
         environment |= settings.environments.get(self.name, {})
-        name = f"{settings.connector.name}-{self.name}-{self._numbers[0]}"
+        name = f"{settings.connector.name}-{self.name}-{next(self._numbers)}"
         return self.launcher.start_server(name, command, port, "/health", environment=environment)
 
 

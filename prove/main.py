@@ -276,7 +276,7 @@ def run_once(lab: Lab, row: Row, stages: Sequence[str]) -> tuple[dict[str, Verdi
     """Run a row once. Returns a verdict for each stage, or why the row makes no sense here."""
     if row.needs_params and not lab.settings.connector.takes_params:
         return {}, "the connector takes no kv_transfer_params"
-    if row.name in ("expired",) and not lab.settings.connector.lease_s:
+    if row.name == "expired" and not lab.settings.connector.lease_s:
         return {}, "the connector has no lease"
     try:
         verdicts = row.run(lab, stages)

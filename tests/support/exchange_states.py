@@ -101,7 +101,7 @@ SMALL = (
     Bound(1, 1, 1, {"has_answer": False}),
     Bound(1, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False, "has_answer": False}),
 )
-#: Bounds that `make prove-states` goes through, in minutes.
+#: Bounds that `make prove` goes through, in minutes.
 LARGE = (
     *SMALL,
     Bound(1, 2, 2, _STREAM | {"has_answer": False}),

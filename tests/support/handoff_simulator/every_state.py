@@ -791,7 +791,7 @@ SMALL = (
     Bound(1, 1, 0, (COMPUTED,)),
     three_nodes(1, 0, 1, producers=(0,), consumers=(1, 2), with_rendezvous=True),
 )
-#: Bounds that `make prove-states` goes through, in minutes.
+#: Bounds that `make prove` goes through, in minutes.
 LARGE = (
     *SMALL,
     Bound(2, 0, 0, (COMPUTED,), with_rendezvous=True),
