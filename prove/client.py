@@ -20,15 +20,6 @@ from urllib.parse import urlsplit
 
 from .outcomes import Reply
 
-#: What a prefill server is asked for, beside what the client wants: the keys of vLLM's own examples of a proxy.
-OFFER: Final[Mapping[str, Any]] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 USAGE: Final = "vllm:kv_cache_usage_perc"
 #: Share of the pool of encoder outputs.
 ENCODER_USAGE: Final = "kvferry_encoder_pool_usage"

@@ -19,7 +19,7 @@ from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchErr
 from kvferry.reference.demo.near_tie import Expectation
 from kvferry.transports.errors import ConfigurationError
 
-from .client import ENCODER_USAGE, LOADED, LOADED_IMAGES, OFFER, USAGE, Asking, Client, Form
+from .client import ENCODER_USAGE, LOADED, LOADED_IMAGES, USAGE, Asking, Client, Form
 from .models import TOKENS, write_other_weights
 from .outcomes import Expected, Outcome, Reply, Rest, Verdict, judge
 from .presets import Connector, Places, with_places
@@ -103,7 +103,11 @@ class Settings:
 
 
 class Server:
-    """One server: its client, and its process if the kit started it."""
+    """One server: its client, and its process if the kit started it.
+
+    Attributes:
+        side_port: What `{port}` stands for in its configuration.
+    """
 
     def __init__(
         self,
@@ -111,9 +115,10 @@ class Server:
         client: Client,
         start: Callable[[int], LaunchedProcess] | None = None,
         port: int = 0,
+        side_port: int = 0,
         start_s: float = 0.0,
     ) -> None:
-        self.name, self.client = name, client
+        self.name, self.client, self.side_port = name, client, side_port
         self._start, self._port, self._start_s = start, port, start_s
         self._process = start(port) if start else None
 
@@ -224,9 +229,9 @@ class Lab:
         """A router in front of the pair: the user's, or `kvferry router`, which is started when it is first needed."""
         if self._router is None:
             url = self.settings.router_url
-            if not url and self.settings.connector.encodes:
+            if not url and (self.settings.connector.encodes or self.settings.connector.load):
                 raise NotApplicableError(
-                    "needs a router or proxy that sends requests to encoders: give --router-url"
+                    "needs a router or proxy that asks such servers, which `kvferry router` does not: give --router-url"
                 )
             if not url:
                 self.say("starting kvferry router")
@@ -268,7 +273,7 @@ class Lab:
         }
         start = _Start(self._launcher, settings, name, model or settings.model, places)
         client = self._client(name, f"http://127.0.0.1:{port}", SERVED_NAME)
-        return Server(name, client, start, port, settings.start_s)
+        return Server(name, client, start, port, side_port, settings.start_s)
 
     def _start_beside(self) -> int:
         """Start the connector's own server, if it has one, and wait for it. Returns its port, or 0."""
@@ -355,7 +360,8 @@ class Lab:
         """Have a prefill server compute a prompt."""
         client, connector = (server or self.prefill).client, self.settings.connector
         is_asked = connector.takes_params and not connector.encodes  # an encoder offers whatever it computes
-        return client.start(prompt, 1, request_id, OFFER if is_asked else None, salt=salt)
+        params = with_places(connector.offer, {"request_id": request_id}) if is_asked else None
+        return client.start(prompt, 1, request_id, params, salt=salt)
 
     def offer(
         self, prompt: Sequence[int], request_id: str, server: Server | None = None, salt: str = ""
@@ -365,10 +371,13 @@ class Lab:
         Raises:
             OfferError: it did not.
         """
+        server, connector = server or self.prefill, self.settings.connector
         reply = self.start_offer(prompt, request_id, server, salt).reply()
-        if not reply.is_whole or (self.settings.connector.takes_params and reply.params is None):
+        places: Places = {"request_id": request_id, "prefill_port": server.side_port}
+        params = with_places(connector.load, places) or reply.params
+        if not reply.is_whole or (connector.takes_params and params is None):
             raise OfferError(reply)
-        return reply.params
+        return params
 
     def hand_over(self, prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Verdict:
         """Hand one prompt over and judge the answer. Nothing else may be in flight."""

@@ -62,6 +62,13 @@ def _run(arguments: argparse.Namespace, program: str) -> int:
     urls = _urls(arguments)
     if not urls:
         _require(connector, arguments)
+    elif connector.load:
+        raise ConfigurationError(
+            f"--preset {connector.name} needs servers that the kit starts, because requests name a port of theirs: "
+            "leave out --prefill-url, --decode-url and --alone-url",
+            key="--preset",
+            value=connector.name,
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
     results = Results(folder)

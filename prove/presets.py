@@ -17,6 +17,17 @@ PLACEHOLDERS: Final = ("{side}", "{port}", "{folder}")
 Places = Mapping[str, str | int]
 
 
+#: What a prefill server is asked for, beside what the client wants: the keys of vLLM's own examples of a proxy.
+OFFER: Final[Mapping[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
 @dataclass(frozen=True)
 class Beside:
     """A server of the connector's own that all sides use.
@@ -37,8 +48,10 @@ class Connector:
 
     Attributes:
         transfer: vLLM's `kv_transfer_config`, or `ec_transfer_config` if it `encodes`, with `PLACEHOLDERS`.
-        takes_params: Whether the prefill server's answer has `kv_transfer_params` that the decode server needs. If not, the
-            decode server finds the cache by the prompt.
+        takes_params: Whether the decode server needs `kv_transfer_params`. If not, it finds the cache by the prompt.
+        offer: What the prefill server is asked for, with `{request_id}`.
+        load: What the decode server is asked with, with `{request_id}` and `{prefill_port}`, the prefill server's `{port}`. Empty:
+            what the prefill server answered.
         lease_s: After so many seconds the prefill server must have given up blocks that no server fetched.
         environment: Variables for the servers, with `PLACEHOLDERS`.
         needs: A module that the servers must be able to import.
@@ -51,6 +64,8 @@ class Connector:
     name: str
     transfer: Mapping[str, Any]
     takes_params: bool = True
+    offer: Mapping[str, Any] = field(default_factory=lambda: OFFER)
+    load: Mapping[str, Any] = field(default_factory=dict)
     lease_s: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
@@ -128,16 +143,24 @@ def _nixl(connector: str) -> dict[str, Any]:
     }
 
 
-def _beside_offloading(first: Mapping[str, Any]) -> dict[str, Any]:
-    offloading = {
+def _offloading(**options: object) -> dict[str, Any]:
+    return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 1 << 28,
+            "spec_name": "HostMemorySpec",
+            "spec_module_path": "kvferry.connector.testing.host_memory",
+            **options,
+        },
     }
+
+
+def _beside_offloading(first: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [dict(first), offloading]},
+        "kv_connector_extra_config": {"connectors": [dict(first), _offloading()]},
     }
 
 
@@ -152,6 +175,12 @@ _LMCACHE_SERVER: Final = Beside(
     ),
     "/healthcheck",
 )
+_P2P_TIER: Final = {
+    "type": "p2p",
+    "host": "127.0.0.1",
+    "port": "{port}",
+    "unbound_store_timeout_s": _LEASE_S,
+}
 _NETWORK: Final = {"transport_options": {"bind_host": "127.0.0.1", "port": "{port}"}}
 _SHM: Final = _kvferry("shm", address="shm://@kvferry-prove-{port}")
 
@@ -225,7 +254,7 @@ PRESETS: Final[Mapping[str, Connector]] = {
             "shm+offloading",
             _beside_offloading(_SHM),
             lease_s=_LEASE_S,
-            about="kvferry over shared memory, and vLLM's OffloadingConnector, in a MultiConnector; needs GPUs",
+            about="kvferry over shared memory, and vLLM's OffloadingConnector, in a MultiConnector",
         ),
         Connector(
             "nixl+offloading",
@@ -233,7 +262,23 @@ PRESETS: Final[Mapping[str, Connector]] = {
             lease_s=_NIXL_LEASE_S,
             environment=_NIXL_ENVIRONMENT,
             needs="nixl",
-            about="vLLM's NixlConnector and OffloadingConnector in a MultiConnector; needs GPUs",
+            about="vLLM's NixlConnector and OffloadingConnector in a MultiConnector",
+        ),
+        Connector(
+            "p2p",
+            _offloading(secondary_tiers=[_P2P_TIER]),
+            offer={"remote_decoder": {"kv_request_id": "{request_id}"}},
+            load={
+                "remote_prefiller": {
+                    "kv_request_id": "{request_id}",
+                    "remote_host": "127.0.0.1",
+                    "remote_port": "{prefill_port}",
+                }
+            },
+            lease_s=_LEASE_S,
+            environment={"PYTHONHASHSEED": "0"},  # names of chunks must be alike on both sides
+            needs="nixl",
+            about="the P2P tier of vLLM's OffloadingConnector: the decode server fetches from the prefill server's main memory",
         ),
     )
 }

@@ -14,7 +14,7 @@ from kvferry.prove.cli import configure
 from kvferry.prove.forging import KEPT, forged, malformed
 from kvferry.prove.main import command, select
 from kvferry.prove.models import write_other_weights, write_tiny_model
-from kvferry.prove.presets import PRESETS, SIDES, connector_of
+from kvferry.prove.presets import PRESETS, SIDES, connector_of, with_places
 from kvferry.prove.rows import AFTERWARDS, ROWS, STAGES
 from kvferry.reference.engine.progress import quiet_loading
 from kvferry.transports.errors import ConfigurationError
@@ -75,6 +75,14 @@ def test_the_placeholders_of_a_connector_are_filled() -> None:
     assert (
         PRESETS["lmcache"].transfer_of(_places("decode"), "fail")["kv_connector_extra_config"][name] == value
     )
+
+
+def test_a_connector_that_answers_no_params_says_what_both_sides_are_asked_with() -> None:
+    preset, request = PRESETS["p2p"], {"request_id": "r"}
+    assert with_places(preset.offer, request) == {"remote_decoder": {"kv_request_id": "r"}}
+    assert with_places(preset.load, {**request, "prefill_port": 5600}) == {
+        "remote_prefiller": {"kv_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 5600}
+    }
 
 
 def test_an_encoder_apart_has_another_option_and_a_role_per_side() -> None:
@@ -164,6 +172,9 @@ def test_errors_reach_the_user_with_status_2(tmp_path: Path, capsys: pytest.Capt
     assert "--only: no row is called 'nothing'" in capsys.readouterr().err
     assert main(["prove", "--decode-url", "http://localhost:1", *out]) == 2
     assert "--prefill-url is missing" in capsys.readouterr().err
+    urls = [f"--{side}-url=http://localhost:1" for side in ("prefill", "decode", "alone")]
+    assert main(["prove", "--preset", "p2p", *urls, *out]) == 2
+    assert "p2p needs servers that the kit starts" in capsys.readouterr().err
     assert main(["prove", "--table", *out]) == 2
     assert "a folder without results" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -6,59 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-
-class HostMemorySpec(CPUOffloadingSpec):
-    """vLLM's offloading to main memory, for a cache that is in main memory itself.
-
-    vLLM's own spec refuses to start without a GPU, because it copies on streams. OffloadingConnector lets a user name
-    another one, and everything else of it is vLLM's.
-    """
-
-    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        return _HostMemoryWorker(kv_caches, self.num_chunks)
-
-
-class _HostMemoryWorker(OffloadingWorker):
-    """Copies blocks at once; each block is a chunk."""
-
-    def __init__(self, kv_caches: Any, num_chunks: int) -> None:
-        self._caches = [
-            cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes) for cache in kv_caches.tensors
-        ]
-        self._kept = [torch.zeros(num_chunks, cache.shape[1], dtype=torch.int8) for cache in self._caches]
-        self._ended: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._copy(job_id, self._caches, src_spec, self._kept, dst_spec)
-
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._copy(job_id, self._kept, src_spec, self._caches, dst_spec)
-
-    def _copy(
-        self, job_id: int, sources: list[torch.Tensor], src: Any, targets: list[torch.Tensor], dst: Any
-    ) -> bool:
-        here, there = (torch.from_numpy(spec.block_ids).long() for spec in (src, dst))
-        for source, target in zip(sources, targets, strict=True):
-            target[there] = source[here]
-        num_bytes = len(here) * sum(source.shape[1] for source in sources)
-        self._ended.append(TransferResult(job_id, True, num_bytes, 1e-6))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Return at once: every copy is over."""
 
 
 @dataclass

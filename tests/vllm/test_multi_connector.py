@@ -108,7 +108,7 @@ def _children(store):
             "kv_connector_extra_config": {
                 "cpu_bytes_to_use": 1 << 26,
                 "spec_name": "HostMemorySpec",
-                "spec_module_path": "tests.vllm.children",
+                "spec_module_path": "kvferry.connector.testing.host_memory",
             },
         },
         {
