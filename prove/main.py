@@ -27,10 +27,10 @@ from kvferry.transports.errors import ConfigurationError
 
 from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerError, parse_environment
 from .models import write_tiny_image_model, write_tiny_model
-from .outcomes import BAD, Outcome, Verdict, judge_rest
+from .outcomes import BAD, Outcome, Verdict
 from .presets import Connector, connector_of
 from .results import Results, Target, html, markdown
-from .rows import AFTERWARDS, ROWS, Row
+from .rows import AFTERWARDS, ROWS, Row, judge_rest_of
 
 SHORT_REPEATS: Final = 5
 SHORT_MINUTES: Final = 10.0
@@ -296,10 +296,7 @@ def run_once(lab: Lab, row: Row, stages: Sequence[str]) -> tuple[dict[str, Verdi
         verdicts = {stage: Verdict(Outcome.DEAD, str(error).splitlines()[0][:300]) for stage in stages}
     verdicts = {stage: verdict for stage, verdict in verdicts.items() if stage in stages}
     if row.has_afterwards:
-        try:
-            verdicts[AFTERWARDS] = judge_rest(lab.rest())
-        except OSError as error:
-            verdicts[AFTERWARDS] = Verdict(Outcome.DEAD, str(error))
+        verdicts[AFTERWARDS] = judge_rest_of(lab)
     return verdicts, ""
 
 

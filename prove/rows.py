@@ -320,8 +320,18 @@ def _leave(lab: Lab, stages: Collection[str]) -> Verdicts:
                     asking.first_token.wait(lab.settings.deadline_s)
                 lab.moment(LOADING_S)
                 asking.leave()
-        found[stage] = judge_rest(lab.rest())
+        found[stage] = judge_rest_of(lab)
+        if found[stage].outcome is Outcome.DEAD:
+            break  # the stages after it would be blamed for it
     return found
+
+
+def judge_rest_of(lab: Lab) -> Verdict:
+    """Look at the servers after a fault, and judge what is found. One that cannot even be asked is dead."""
+    try:
+        return judge_rest(lab.rest())
+    except OSError as error:
+        return Verdict(Outcome.DEAD, str(error))
 
 
 def _other_weights(lab: Lab, stages: Collection[str]) -> Verdicts:

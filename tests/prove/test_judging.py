@@ -88,6 +88,11 @@ def test_a_server_whose_health_fails_is_dead(prove) -> None:  # type: ignore[no-
     assert (status, told["swapped"]) == (1, {"asked": ["error"], "afterwards": ["dead"]})
 
 
+def test_only_the_stage_at_which_a_server_is_found_dead_is_blamed(prove) -> None:  # type: ignore[no-untyped-def]
+    _, told = prove("dies", only=("swapped", "leave"))
+    assert told["leave"] == {"computing": ["dead"]}
+
+
 def test_rows_that_need_processes_are_left_out_with_a_reason(prove) -> None:  # type: ignore[no-untyped-def]
     status, told = prove("checks", only=("kill-prefill", "freeze-decode", "other-weights", "router"))
     assert status == 0
