@@ -135,7 +135,9 @@ class Router:
         app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
-        accounts = Accounts(self._spans, self._server_names)
+        accounts = Accounts(
+            self._spans, lambda: {node.url: self._server_name(node.url) for node in self._nodes}
+        )
 
         async def explain(request_id: str, own_url: str) -> list[str]:
             return await accounts.lines(request_id, own_url, self._services.session)
@@ -236,14 +238,12 @@ class Router:
     ) -> aiohttp.ClientResponse:
         """Expect a DNS name in the certificate of a node that was found by it. Certificates rarely have addresses."""
         if request.url.scheme == "https":
-            origin = str(request.url.origin())
-            names = (pool.server_name(origin) for pool in (self._prefill_pool, self._decode_pool))
-            request.server_hostname = next(filter(None, names), None)
+            request.server_hostname = self._server_name(str(request.url.origin())) or None
         return await handler(request)
 
-    def _server_names(self) -> dict[str, str]:
-        pools = self._prefill_pool, self._decode_pool
-        return {node.url: pool.server_name(node.url) for pool in pools for node in pool.nodes}
+    def _server_name(self, url: str) -> str:
+        # A node with both roles may have been found by its name for one of them only.
+        return self._prefill_pool.server_name(url) or self._decode_pool.server_name(url)
 
     async def _nodes_seen(self, request: web.Request) -> web.Response:
         return web.json_response(self.report())

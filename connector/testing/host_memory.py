@@ -32,7 +32,11 @@ class HostMemorySpec(TieringOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return _HostMemoryWorker(kv_caches, region)
+        try:
+            return _HostMemoryWorker(kv_caches, region)
+        except BaseException:
+            region.cleanup()  # or its file would outlive this process
+            raise
 
 
 class _HostMemoryWorker(OffloadingWorker):  # type: ignore[misc]
