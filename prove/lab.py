@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -57,6 +59,10 @@ OTHER_IMAGE_TOKENS: Final = 30
 POLL_S: Final = 0.25
 #: Seconds that a pool gets beyond the lease.
 SLACK_S: Final = 10.0
+
+
+#: A file in which vLLM's OffloadingConnector keeps its memory, in `/proc/PID/maps`.
+_OFFLOADED: Final = re.compile(r"/dev/shm/vllm_offload_.*\.mmap$", re.MULTILINE)
 
 
 class SingleServerError(Exception):
@@ -139,6 +145,7 @@ class Server:
         """Wait for the start. Raises LaunchError: it failed, or took too long."""
         if self._process is not None:
             self._process.wait_ready(self._start_s)
+            _take_names_of_memory(self._process.pid)
 
     def kill(self) -> None:
         """`kill -9` all of its processes."""
@@ -178,6 +185,20 @@ class Server:
         except OSError as error:
             return f"/health: {error}"
         return ""
+
+
+def _take_names_of_memory(group: int) -> None:
+    """Unlink the files in which vLLM's OffloadingConnector keeps its memory, as soon as a server has mapped them.
+
+    vLLM unlinks them when its engine ends in good order. After `kill -9` they would stay in `/dev/shm`, with all of their
+    memory; without a name the kernel frees them with the last process.
+    """
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # A process may end in between; and those of others cannot be read.
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.parent.name)) == group:
+                for path in set(_OFFLOADED.findall(maps.read_text())):
+                    os.unlink(path)
 
 
 class Lab:

@@ -491,5 +491,7 @@ def leaks(services: Sequence[Service], before: Mapping[str, Holdings]) -> list[s
             if not (now := each.holdings()).is_within(before[each.name])
         ]
         if not found or time.monotonic() > deadline:
+            if found:
+                print("\n".join(each.inventory() for each in services))
             return found
         time.sleep(0.2)

@@ -59,6 +59,20 @@ def test_an_interruption_leaves_no_process_and_keeps_what_is_complete(tmp_path: 
     assert not [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and _is_alive(pid)]
 
 
+def test_killed_servers_leave_no_offloaded_memory(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with _prove(
+        tmp_path, "--preset", "shm+offloading", "--repeats", "1", "--only", "none", "kill-decode"
+    ) as process:
+        told, log = process.communicate()
+    left = set(Path("/dev/shm").iterdir()) - before
+    for path in left:
+        if path.name.startswith(("psm_", "sem.mp-")):
+            path.unlink()  # of vLLM's message queues, small
+    assert process.returncode == 0, log
+    assert not any(path.name.startswith("vllm_offload_") for path in left), told
+
+
 def _descendants(pid: int) -> list[int]:
     children = [
         int(word)

@@ -6,6 +6,7 @@ import contextlib
 import select
 import signal
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,19 @@ class Service:
             num_segments=sum("/memfd:" in line for line in mapped),
         )
 
+    def inventory(self) -> str:
+        """Say what `holdings` counts, and the end of the log: for a report of a leak."""
+        lines = []
+        for pid in family_of(self.process.pid):
+            root = Path(f"/proc/{pid}")
+            threads = [(each / "comm").read_text().strip() for each in (root / "task").iterdir()]
+            sockets = _tcp_sockets(root)
+            targets = [str(each.readlink()) for each in (root / "fd").iterdir()]
+            kinds = Counter(sockets.get(each, each.partition(":[")[0]) for each in targets)
+            lines += [f"{self.name}, process {pid}, threads {threads}, descriptors:"]
+            lines += [f"  {count} x {kind}" for kind, count in kinds.most_common()]
+        return "\n".join([*lines, self.process.log_tail])
+
     def close(self) -> None:
         """End the process, with SIGTERM first."""
         self._life.close()
@@ -176,6 +190,16 @@ class Service:
     def _note_end(self) -> None:
         self._ended_logs.append(self._log_tail)
         self._life.close()
+
+
+def _tcp_sockets(root: Path) -> dict[str, str]:
+    """Return what a descriptor of a TCP socket leads to → its ports and state, as the kernel writes them."""
+    found = {}
+    for line in (root / "net" / "tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        local, remote = (int(word.partition(":")[2], 16) for word in words[1:3])
+        found[f"socket:[{words[9]}]"] = f"TCP {local} to {remote}, state {words[3]}"
+    return found
 
 
 def family_of(pid: int) -> list[int]:
