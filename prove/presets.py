@@ -205,7 +205,7 @@ PRESETS: Final[Mapping[str, Connector]] = {
             "encoder-tcp",
             _kvferry_encoder("tcp", **_NETWORK),
             lease_s=_LEASE_S,
-            about="the same over TCP",
+            about="kvferry's connector of encoder outputs over TCP: an encoder apart",
             encodes=True,
         ),
         Connector(
@@ -278,7 +278,7 @@ PRESETS: Final[Mapping[str, Connector]] = {
             lease_s=_LEASE_S,
             environment={"PYTHONHASHSEED": "0"},  # names of chunks must be alike on both sides
             needs="nixl",
-            about="the P2P tier of vLLM's OffloadingConnector: the decode server fetches from the prefill server's main memory",
+            about="vLLM's OffloadingConnector with its P2P tier: the decode server fetches from the prefill server's main memory",
         ),
     )
 }
