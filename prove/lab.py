@@ -59,8 +59,6 @@ OTHER_IMAGE_TOKENS: Final = 30
 POLL_S: Final = 0.25
 #: Seconds that a pool gets beyond the lease.
 SLACK_S: Final = 10.0
-
-
 #: A file in which vLLM's OffloadingConnector keeps its memory, in `/proc/PID/maps`.
 _OFFLOADED: Final = re.compile(r"/dev/shm/vllm_offload_.*\.mmap$", re.MULTILINE)
 

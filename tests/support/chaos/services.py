@@ -177,8 +177,11 @@ class Service:
             root = Path(f"/proc/{pid}")
             threads = [(each / "comm").read_text().strip() for each in (root / "task").iterdir()]
             sockets = _tcp_sockets(root)
-            targets = [str(each.readlink()) for each in (root / "fd").iterdir()]
-            kinds = Counter(sockets.get(each, each.partition(":[")[0]) for each in targets)
+            kinds = Counter[str]()
+            for descriptor in (root / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # health checks come and go
+                    target = str(descriptor.readlink())
+                    kinds[sockets.get(target, target.partition(":[")[0])] += 1
             lines += [f"{self.name}, process {pid}, threads {threads}, descriptors:"]
             lines += [f"  {count} x {kind}" for kind, count in kinds.most_common()]
         return "\n".join([*lines, self.process.log_tail])
