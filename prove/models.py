@@ -189,8 +189,10 @@ def write_other_weights(model: Path, folder: Path, *, is_encoder: bool = False) 
         )
     folder.mkdir(parents=True, exist_ok=True)
     for each in model.iterdir():
-        if each != file and not (folder / each.name).exists():
-            (folder / each.name).symlink_to(each.resolve())
+        if each != file:
+            link = folder / each.name
+            link.unlink(missing_ok=True)  # an earlier run's leads nowhere if the folder was moved since
+            link.symlink_to(each.resolve())
     content = bytearray(file.read_bytes())
     start, end = (8 + length + offset for offset in header[names[0]]["data_offsets"])
     size = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(header[names[0]]["dtype"], 1)

@@ -194,6 +194,13 @@ def test_other_weights_differ_in_one_tensor_of_the_same_size(tmp_path: Path) -> 
     assert (other / "notes.txt").read_text() == "kept"
 
 
+def test_a_folder_of_results_can_be_moved_between_two_runs(tmp_path: Path) -> None:
+    write_other_weights(write_tiny_model(tmp_path / "before" / "model"), tmp_path / "before" / "other")
+    after = (tmp_path / "before").rename(tmp_path / "after")
+    other = write_other_weights(after / "model", after / "other")
+    assert json.loads((other / "config.json").read_text())["model_type"] == "llama"
+
+
 def test_the_tiny_model_is_one_that_transformers_loads(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
