@@ -125,15 +125,18 @@ class _Flight:
 def _take_off(lab: Lab, stages: Collection[str]) -> tuple[_Flight, dict[str, tuple[list[int], str, Any]]]:
     """Bring one request to each stage, at the latest at the same moment. Returns also the offers that nothing has asked for."""
     wanted = [stage for stage in ("answering", "loading", "offered", "restarted") if stage in stages]
-    flight, offers = _Flight(lab, {}), {}
-    for stage in wanted:
-        prompt, request_id = lab.prompt(), lab.request_id()
-        # Before the fault, because the single server shares the machine, and the moment of the fault should not wait for it.
-        lab.expected(prompt, LONG_ANSWER if stage == "answering" else ANSWER_TOKENS)
-        offers[stage] = (prompt, request_id, lab.offer(prompt, request_id))
+    prompts = {stage: lab.prompt() for stage in wanted}
     long_prompt = lab.prompt(LONG_PROMPT)
+    # The single server shares the machine. So it answers before the first offer, whose lease would otherwise run meanwhile,
+    # and not at the moment of the fault.
+    for stage, prompt in prompts.items():
+        lab.expected(prompt, LONG_ANSWER if stage == "answering" else ANSWER_TOKENS)
     if "computing" in stages:
         lab.expected(long_prompt, 1)
+    flight, offers = _Flight(lab, {}), {}
+    for stage, prompt in prompts.items():
+        request_id = lab.request_id()
+        offers[stage] = prompt, request_id, lab.offer(prompt, request_id)
     if "answering" in stages:
         prompt, request_id, params = offers.pop("answering")
         asking = lab.decode.client.start(prompt, LONG_ANSWER, request_id, params, stream=True)
