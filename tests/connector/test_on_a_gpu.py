@@ -65,6 +65,7 @@ class Side:
         self.cache = self.cache.view(SHAPE.num_blocks, *SHAPE.logical_page).fill_(value)
         self._has_run = threading.Event()
         self._is_awaited = threading.Event()
+        self._ended: dict[str, str | None] = {}  # the reason for each load that failed
         self.num_asked = 0
         config = engine_config("shm", engine_id=engine_id)
         # To PyTorch this is main memory. The transport is told that it is memory of a GPU.
@@ -149,15 +150,16 @@ class Side:
 
     def until_ended(self, request_id: str = "d") -> dict[str, str]:
         """Wait for the end of a load. Returns the reason if it failed."""
-        errors: dict[str, str] = {}
 
         def has_ended() -> bool:
             report = self.handoffs.outcomes.take_report()
-            errors.update(report.load_errors)
-            return request_id in report.finished_recving
+            # One report can tell of several loads, and each load is told of once.
+            self._ended |= dict.fromkeys(report.finished_recving) | report.load_errors
+            return request_id in self._ended
 
         self.until(has_ended)
-        return errors
+        error = self._ended[request_id]
+        return {} if error is None else {request_id: error}
 
 
 @pytest.fixture
