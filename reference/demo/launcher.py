@@ -76,7 +76,8 @@ def free_port() -> int:
     Raises:
         LaunchError: no port is free.
     """
-    for port in random.sample(PORTS, len(PORTS)):
+    # A generator of its own: programs that start at one time with the same seed would choose the same ports.
+    for port in random.Random().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

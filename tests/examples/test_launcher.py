@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -133,6 +134,16 @@ def start_server(launcher: Launcher, port: str, ready_path: str = "/health", **m
 @pytest.fixture
 def port() -> str:
     return str(free_port())
+
+
+def test_programs_with_the_same_seed_choose_different_ports() -> None:
+    """Libraries seed `random`: the tiny image model is written after `set_seed`."""
+    state = random.getstate()
+    chosen = set()
+    for _ in range(3):
+        random.setstate(state)
+        chosen.add(free_port())
+    assert len(chosen) > 1
 
 
 def test_a_server_of_others_has_its_environment_and_its_processors_and_ends(port: str) -> None:
