@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, free_port
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, free_port
 from kvferry.reference.demo.near_tie import Expectation
 from kvferry.transports.errors import ConfigurationError
 
@@ -214,6 +214,8 @@ class Lab:
         self._next_id = 0
         self._stranger: Server | None = None
         self._router: Client | None = None
+        self._our_router: LaunchedProcess | None = None
+        self._num_routers = 0
         self._other: Path | None = None
         self._beside_port = self._start_beside()  # first: the servers connect to it when they start
         self.alone = self._server("alone")
@@ -245,7 +247,7 @@ class Lab:
 
     @property
     def router(self) -> Client:
-        """A router in front of the pair: the user's, or `kvferry router`, which is started when it is first needed."""
+        """A router in front of the pair: the user's, or `kvferry router`, which is started when a row needs it."""
         if self._router is None:
             url = self.settings.router_url
             if not url and (self.settings.connector.encodes or self.settings.connector.load):
@@ -256,11 +258,20 @@ class Lab:
                 self.say("starting kvferry router")
                 nodes = [server.process for server in self.pair]
                 # It knows the nodes by their URLs, so it finds them again after a restart.
-                router = self._launcher.start_router("router", nodes[:1], nodes[1:], "--log-level", "warning")
-                router.wait_ready(self.settings.start_s)
-                url = router.url
+                self._num_routers += 1
+                self._our_router = self._launcher.start_router(
+                    f"router-{self._num_routers}", nodes[:1], nodes[1:], "--log-level", "warning"
+                )
+                self._our_router.wait_ready(self.settings.start_s)
+                url = self._our_router.url
             self._router = self._client("router", url, self.settings.model_name)
         return self._router
+
+    def end_router(self) -> None:
+        """End our router. It asks servers on its own what they are, and some connectors end their engine at that."""
+        if self._our_router is not None:
+            self._our_router.stop()
+            self._our_router = self._router = None
 
     @property
     def other_model(self) -> Path:
@@ -327,10 +338,7 @@ class Lab:
         for server in ours:
             server.begin_restart()
         for server in ours:
-            try:
-                server.wait_ready()
-            except LaunchError:
-                server.restart()  # a request of before may have come again, through a router, and ended it
+            server.wait_ready()
 
     # -- requests ------------------------------------------------------------------------------------
 

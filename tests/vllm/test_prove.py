@@ -43,6 +43,16 @@ def test_wrong_tokens_are_found(tmp_path: Path) -> None:
     assert "| other-weights | **1 WRONG TOKENS** |" in told
 
 
+def test_a_connector_that_ends_at_the_router_is_tried_to_the_end(tmp_path: Path) -> None:
+    """A prompt of one token, with which a router learns what a node is, ends an engine with vLLM's ExampleConnector."""
+    words = ("--preset", "example", "--repeats", "2", "--only", "none", "router-kill-prefill")
+    with _prove(tmp_path, *words) as process:
+        told, log = process.communicate()
+    assert process.returncode == 1, log
+    assert "| none | 2 right | 2 right |" in told
+    assert "**2 DEAD**" in told
+
+
 def test_an_interruption_leaves_no_process_and_keeps_what_is_complete(tmp_path: Path) -> None:
     process = _prove(tmp_path, "--only", "none")
     assert process.stderr is not None
