@@ -213,9 +213,8 @@ class Lab:
         self._expected: dict[tuple[tuple[int, ...], int], Expected] = {}
         self._next_id = 0
         self._stranger: Server | None = None
-        self._router: Client | None = None
-        self._our_router: LaunchedProcess | None = None
-        self._num_routers = 0
+        self._router: LaunchedProcess | None = None
+        self._router_numbers = itertools.count(1)
         self._other: Path | None = None
         self._beside_port = self._start_beside()  # first: the servers connect to it when they start
         self.alone = self._server("alone")
@@ -248,30 +247,31 @@ class Lab:
     @property
     def router(self) -> Client:
         """A router in front of the pair: the user's, or `kvferry router`, which is started when a row needs it."""
-        if self._router is None:
-            url = self.settings.router_url
-            if not url and (self.settings.connector.encodes or self.settings.connector.load):
+        url = self.settings.router_url
+        if not url:
+            if self.settings.connector.encodes or self.settings.connector.load:
                 raise NotApplicableError(
                     "needs a router or proxy that asks such servers, which `kvferry router` does not: give --router-url"
                 )
-            if not url:
+            if self._router is None:
                 self.say("starting kvferry router")
                 nodes = [server.process for server in self.pair]
                 # It knows the nodes by their URLs, so it finds them again after a restart.
-                self._num_routers += 1
-                self._our_router = self._launcher.start_router(
-                    f"router-{self._num_routers}", nodes[:1], nodes[1:], "--log-level", "warning"
+                self._router = self._launcher.start_router(
+                    f"router-{next(self._router_numbers)}", nodes[:1], nodes[1:], "--log-level", "warning"
                 )
-                self._our_router.wait_ready(self.settings.start_s)
-                url = self._our_router.url
-            self._router = self._client("router", url, self.settings.model_name)
-        return self._router
+                self._router.wait_ready(self.settings.start_s)
+            url = self._router.url
+        return self._client("router", url, self.settings.model_name)
 
     def end_router(self) -> None:
-        """End our router. It asks servers on its own what they are, and some connectors end their engine at that."""
-        if self._our_router is not None:
-            self._our_router.stop()
-            self._our_router = self._router = None
+        """End our router, if it runs.
+
+        It sends requests of its own to learn what a server is, and with some connectors such a request ends the engine.
+        """
+        if self._router is not None:
+            self._router.stop()
+            self._router = None
 
     @property
     def other_model(self) -> Path:

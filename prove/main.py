@@ -265,7 +265,7 @@ def _try_row(
 ) -> None:
     """Run a row once, and look at the servers after it."""
     verdicts, why_not = run_once(lab, row, stages)
-    lab.end_router()  # before servers are started again, and before rows of which it is no part
+    lab.end_router()  # before servers are started again, and before the rows that have no router
     if why_not:
         target.skipped[row.name] = why_not
         say(f"{row.name}: not tried: {why_not}")

@@ -76,7 +76,7 @@ def free_port() -> int:
     Raises:
         LaunchError: no port is free.
     """
-    # A generator of its own: programs that start at one time with the same seed would choose the same ports.
+    # Not the program's generator: two programs that seed it alike and start together would choose the same ports.
     for port in random.Random().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

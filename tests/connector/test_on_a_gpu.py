@@ -65,7 +65,7 @@ class Side:
         self.cache = self.cache.view(SHAPE.num_blocks, *SHAPE.logical_page).fill_(value)
         self._has_run = threading.Event()
         self._is_awaited = threading.Event()
-        self._ended: dict[str, str | None] = {}  # the reason for each load that failed
+        self._ended: dict[str, str | None] = {}  # load → why it failed, or None
         self.num_asked = 0
         config = engine_config("shm", engine_id=engine_id)
         # To PyTorch this is main memory. The transport is told that it is memory of a GPU.
@@ -153,7 +153,7 @@ class Side:
 
         def has_ended() -> bool:
             report = self.handoffs.outcomes.take_report()
-            # One report can tell of several loads, and each load is told of once.
+            # A report can contain the ends of several loads, and no later report repeats them.
             self._ended |= dict.fromkeys(report.finished_recving) | report.load_errors
             return request_id in self._ended
 
