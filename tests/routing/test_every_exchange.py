@@ -11,7 +11,7 @@ from .test_exchange import BUGS
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("bound", SMALL, ids=str)
 def test_promises_hold_in_every_state_within_small_bounds(bound: Bound) -> None:
     explored = explore_every(bound)
@@ -21,7 +21,7 @@ def test_promises_hold_in_every_state_within_small_bounds(bound: Bound) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_each_planted_bug_is_found(bug: type[Exchange]) -> None:
     with pytest.raises(Counterexample, match=f"^{BUGS[bug]}"):
