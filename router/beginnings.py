@@ -51,11 +51,9 @@ class Beginning(ABC):
 
     Attributes:
         created: Of all parts of the answer.
-        is_over: The last token has arrived, so that nothing is left to be computed.
     """
 
     created: int
-    is_over: bool
     #: Where a node is asked to go on; None: where the client has asked.
     path: str | None = None
 
@@ -98,6 +96,10 @@ class Beginning(ABC):
     @abstractmethod
     def add(self, token_ids: Sequence[int], event: Event) -> None:
         """Take in an event of a node's stream, with the ids of its tokens."""
+
+    @abstractmethod
+    def usage(self) -> Mapping[str, int] | None:
+        """Return the counts of tokens so far. None: the node has not said how many the prompt has."""
 
 
 # -- which answers ---------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ class ReferenceBeginning(Beginning):
     created: int
     model: str
     token_ids: list[int] = field(default_factory=list)
-    is_over: bool = False
+    _num_prompt_tokens: int | None = None
     _num_repeated: int = 0
 
     @property
@@ -320,6 +322,7 @@ class ReferenceBeginning(Beginning):
         return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), CONTINUES: known}}
 
     def continued(self) -> Filter:
+        self._num_repeated = 0  # the node before may have been lost before it had repeated them
         return lambda event: (event,)
 
     def repeat(self) -> None:
@@ -329,7 +332,13 @@ class ReferenceBeginning(Beginning):
         num_known = min(self._num_repeated, len(token_ids))
         self._num_repeated -= num_known
         self.token_ids += token_ids[num_known:]
-        self.is_over = self.is_over or _is_last(event)
+        if b'"num_prompt_tokens"' in event.raw and isinstance(metrics := event.content.get("metrics"), dict):
+            num = metrics.get("num_prompt_tokens")
+            self._num_prompt_tokens = num if type(num) is int else None
+
+    def usage(self) -> Mapping[str, int] | None:
+        num = self._num_prompt_tokens
+        return None if num is None else _usage(num, len(self.token_ids))
 
 
 @dataclass
@@ -356,7 +365,6 @@ class StitchedBeginning(Beginning):
     token_ids: list[int] = field(default_factory=list)
     first_text: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
-    is_over: bool = False
     path: str | None = COMPLETIONS
     _is_plain: bool = True  # the answer has nothing but text
     _later_ids: list[int] = field(default_factory=list)  # of the present server, after `token_ids`
@@ -412,11 +420,17 @@ class StitchedBeginning(Beginning):
             self.token_ids += self._later_ids
             self._sent_text = self._sent_text[len(self._later_text) :]
             self._later_ids, self._later_text = [], ""
-        self.is_over = self.is_over or _is_last(event)
+
+    def usage(self) -> Mapping[str, int]:
+        return _usage(len(self.prompt), len(self.token_ids) + len(self._later_ids))
 
 
-def _is_last(event: Event) -> bool:
-    return b'"finish_reason"' in event.raw and isinstance(choice_of(event.content).get("finish_reason"), str)
+def _usage(num_prompt: int, num_output: int) -> Mapping[str, int]:
+    return {
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_output,
+        "completion_tokens": num_output,
+    }
 
 
 @dataclass

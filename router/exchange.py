@@ -21,7 +21,8 @@ from ..connector.p2p.params import RENDEZVOUS
 from ..web.errors import ApiError
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event, Filter
-from .beginnings import Beginning, OtherTokenError, choice_of, take_token_ids
+from .beginnings import Beginning, OtherTokenError, take_token_ids
+from .endings import Heard
 from .first_tokens import FirstToken
 from .moves import Stop, stop_of
 from .sessions import Answer, Conversation, take_offer
@@ -52,6 +53,8 @@ PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id"
 PLACEMENT_HEADER = "X-KV-Placement"
 #: Of the events that report on an answer, the last ones are kept; a longer one is not a report.
 MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
+#: The fields that all events of a stream share.
+_HEAD = ("id", "object", "created", "model")
 _REPORTS = (b'"metrics"', b'"usage"', b'"error"')
 
 
@@ -106,6 +109,7 @@ class Begun:
         result: What became of the offer.
         error: Why the load failed, or the request; empty if neither is said to have.
         beginning: What the client has before the first event of a stream; None if no other node could go on with this answer.
+        objection: Why a whole answer is none, although its status is 200; empty if it is one.
     """
 
     status: int
@@ -116,6 +120,7 @@ class Begun:
     result: Result
     error: str = ""
     beginning: Beginning | None = None
+    objection: str = ""
 
 
 # -- actions -----------------------------------------------------------------------------------------
@@ -178,6 +183,14 @@ class EndPrefill(Bookkeeping):
 @dataclass(frozen=True, slots=True)
 class EndDecode(Bookkeeping):
     """End the request to the decode node."""
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp(Bookkeeping):
+    """Count that a node has not given all of its answer, and do not ask it again."""
+
+    node: UpstreamNode
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +334,8 @@ class Exchange:
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
         self._explain = explain
         self._prefill_runs = self._decode_runs = False
-        self._has_given = False  # the decode node has sent a token of its answer
-        self._has_said = False  # some node has sent more of an answer than its frame
+        self._heard = Heard(self._num_choices)  # from the present decode node
+        self._last: Event | None = None  # that the client has with a part of the answer
         self._has_answer = False  # the prefill node was asked to load an earlier answer
         self._has_begun = False
         self._has_kept = False
@@ -343,6 +356,11 @@ class Exchange:
     def is_stream(self) -> bool:
         """Whether the client wants a stream."""
         return bool(self.body.get("stream"))
+
+    @property
+    def _num_choices(self) -> int:
+        num = self.body.get("n")
+        return num if type(num) is int else 1
 
     @property
     def source(self) -> Source:
@@ -398,7 +416,7 @@ class Exchange:
     def _ask_decode(
         self, node: UpstreamNode, params: Mapping[str, Any] | None, after: Beginning | None
     ) -> AskDecode:
-        self._decode_runs, self._has_given = True, False
+        self._decode_runs, self._heard = True, Heard(self._num_choices)
         self.decode, self._after = node, after
         return AskDecode(node, params, after)
 
@@ -488,6 +506,9 @@ class Exchange:
     def decode_lost(self, error: Exception) -> Actions:
         """Begin again without a decode node that failed before its answer: the offer is gone with it."""
         self._decode_runs = False
+        return self._without_answer(error)
+
+    def _without_answer(self, error: Exception) -> Actions:
         # In a rendezvous a node chooses the first token, so it cannot continue after one that the client has.
         self.may_ask_both = self.may_ask_both and self.beginning is None
         return self._again(Note("decode lost", error))
@@ -495,19 +516,23 @@ class Exchange:
     def decode_answered(self, begun: Begun) -> Actions:
         """Pass on the beginning of an answer. From now on a failure of the prefill is the decode node's concern."""
         self._error = self._error or begun.error
-        actions = self._settle(begun.result)
-        if self._is_moving and (begun.status != 200 or not begun.is_stream):
-            return [*actions, *self._again(Note("decode lost", _not_continued(begun)))]
+        objection = begun.objection
+        if self.beginning is None:
+            objection = objection or self._objection_to(begun.events)
+        elif begun.status != 200 or not begun.is_stream:
+            objection = _not_continued(begun)
+        # A node that has answered nothing says nothing of the offer.
+        actions = self._settle("unanswered" if objection and begun.result == "unknown" else begun.result)
+        if objection:
+            return [*actions, self._gave_up(objection), *self._without_answer(_lost(objection))]
         if self.state is State.RENDEZVOUS:
             self._move(State.DECODING)
         has_failed = begun.is_stream or begun.status >= 500
-        if has_failed and not self._is_moving and (explained := self._explained()):
+        if has_failed and not self._goes_on and (explained := self._explained()):
             return actions + self._fail(explained)
         if self.offer is None and not self.is_alone and begun.result != "loaded":
             # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
             actions.append(Note("without offer"))
-        if self.beginning is not None and (begun.status != 200 or not begun.is_stream):
-            return actions + self._fail(_not_continued(begun))
         headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
         headers |= self._own_headers
         if not begun.is_stream:
@@ -535,42 +560,60 @@ class Exchange:
             own.append(event if raw is event.raw else Event(raw))
             actions += self._keep(params) if params is not None else []
         for event in own:
-            self._has_said = self._has_said or says_something(event)
-            if event.is_done and not self._has_said:
-                # vLLM sends no chunk without a token, not even to say that it aborts. So this is no empty answer but a lost one, of which
-                # a count of tokens that came with it says nothing.
-                frame = [each for each in sent if each.content.get("choices")]
-                return [*actions, *([Send(frame)] if frame else []), *self.decode_broke(_empty_end())]
-            may_go_on = self._has_given or self._is_moving
-            if self.beginning is not None and may_go_on and _ends_early(event):
-                moved = self.decode_broke(_early_end(event))
-                return [*actions, *([Send(sent)] if sent else []), *moved]
+            if why := self._heard.objection(event) or self._error_to_move_for(event):
+                return [*actions, *self._sent(sent), *self._broke_off(why)]
             if self.beginning is not None and (stop := stop_of(event)) is not None:
                 event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
             try:
-                sent += () if passed is None else self._change(passed)
+                sent += () if passed is None else (event,) if event.is_comment else self._change(passed)
             except OtherTokenError:
                 unused = (each for each in actions if isinstance(each, Keep) and each.params)
                 return self._other_token([Release(Offer(each.node, each.params or {})) for each in unused])
             if self.beginning is not None:
                 self.beginning.add(token_ids, event)
-            if token_ids and not self._has_given:
-                self._has_given = True
+            self._heard.add(event)
+            if self._heard.has_said:
                 self._forgive()
-            if stop is not None:
+            if stop is not None or event.is_done:
                 break  # a report may follow, which is about a part of the answer
         if any(b'"error"' in event.raw and "error" in event.content for event in sent):
             # vLLM begins a chat's stream before it says that the load has failed.
             actions += self._read_errors(sent)
             if explained := self._explained():
                 return actions + self._fail(explained)
-        for event in sent:
+        actions += self._sent(sent)
+        return actions if stop is None else actions + self._stopped(stop)
+
+    def _sent(self, events: Sequence[Event]) -> Actions:
+        for event in events:
             if len(event.raw) <= MAX_TAIL_EVENT_BYTES and any(word in event.raw for word in _REPORTS):
                 self.tail.append(event)
+            if b'"finish_reason"' in event.raw:
+                self._last = event
             self.is_complete = event.is_done
-        actions += [Send(sent)] if sent else []
-        return actions if stop is None else actions + self._stopped(stop)
+        return [Send(events)] if events else []
+
+    def _objection_to(self, events: Sequence[Event]) -> str:
+        """Return why a node gives its answer up in the first events of its stream. Empty: it does not."""
+        heard = Heard(self._num_choices)
+        for event in events:
+            if heard.is_over:
+                break
+            if why := heard.objection(event):
+                return why
+            heard.add(event)
+        return ""
+
+    def _error_to_move_for(self, event: Event) -> str:
+        """Return the error that an event is, if another node can go on with the answer.
+
+        Before the first token of all it is the client's: a load that failed would fail at the next node as well.
+        """
+        is_error = b'"error"' in event.raw and "error" in event.content
+        if not is_error or self.beginning is None or not (self._heard.has_said or self._goes_on):
+            return ""
+        return error_in(event.content) or "the node ended it with an error"
 
     def _stopped(self, stop: Stop) -> Actions:
         """Let another node go on with an answer that its node has stopped. It loads the cache, if it is told all of its tokens."""
@@ -589,25 +632,43 @@ class Exchange:
 
     def decode_broke(self, error: ApiError) -> Actions:
         """Let another node go on with an answer whose node was lost in the middle; end it if none can."""
+        if self._heard.is_over:
+            return self._end_of_lost(error)
         if self.beginning is None:
             return self._fail(error)
-        if self.beginning.is_over:
-            return self._end_of_lost(error)
         # In a rendezvous a node chooses the first token itself.
         self.may_ask_both = False
         return self._again(Note("answer moved", error))
 
+    def _broke_off(self, why: str) -> Actions:
+        when = "in the middle" if self._heard.has_said or self._goes_on else "before its first token"
+        return [self._gave_up(why), *self.decode_broke(_lost(why, when))]
+
+    def _gave_up(self, why: str) -> GaveUp:
+        assert self.decode is not None, "it has answered"
+        return GaveUp(self.decode, why)
+
     def _end_of_lost(self, error: ApiError) -> Actions:
-        """End an answer whose node was lost after the last token. Only the node knows the figures that may follow."""
-        if (self.body.get("stream_options") or {}).get("include_usage"):
-            return self._fail(error)
-        done = [] if self.is_complete else [Send([DONE])]
-        self.is_complete = True
-        return [*self._finish(), *done, *self._end(End())]
+        """End an answer whose node was lost after the last token, with the counts that the client waits for."""
+        rest = [] if self.is_complete else [DONE]
+        if rest and self._wants_usage and not self._heard.has_usage:
+            usage = None if self.beginning is None else self.beginning.usage()
+            if usage is None or self._last is None:
+                return self._fail(error)
+            head = {key: each for key, each in self._last.content.items() if key in _HEAD}
+            rest = [Event.of({**head, "choices": [], "usage": usage}), DONE]
+        sent = self._sent(rest)
+        return [*self._finish(), *sent, *self._end(End())]
+
+    @property
+    def _wants_usage(self) -> bool:
+        return bool((self.body.get("stream_options") or {}).get("include_usage"))
 
     def decode_ended(self) -> Actions:
-        """End a stream that is complete."""
-        return [*self._finish(), *self._end(End())]
+        """End a stream whose connection was closed, if all of it has come."""
+        if why := self._heard.missing():
+            return self._broke_off(why)
+        return self._end_of_lost(_lost("the node did not send the counts of tokens", "after its last token"))
 
     def _finish(self) -> Actions:
         return [*self._read_errors(self.tail), *([] if self._has_kept else self._keep(None))]
@@ -719,9 +780,9 @@ class Exchange:
             self.tried_decode.pop(node, None)
 
     @property
-    def _is_moving(self) -> bool:
-        """Whether the present node is to load an answer that another one has stopped, and has given no token yet."""
-        return self.offer is not None and self.offer.node is self.moved_from and not self._has_given
+    def _goes_on(self) -> bool:
+        """Whether the present node was asked to go on with what the client has."""
+        return self.beginning is not None and self._after is not None
 
     # -- the client ----------------------------------------------------------------------------------
 
@@ -775,46 +836,15 @@ def _unchanged(event: Event) -> Iterable[Event]:
     return (event,)
 
 
-def _ends_early(event: Event) -> bool:
-    """Whether a node says that it gives an answer up: by an error, or as aborted, as a vLLM server does that is stopping."""
-    is_error = b'"error"' in event.raw and "error" in event.content
-    is_abort = b'"abort"' in event.raw and choice_of(event.content).get("finish_reason") == "abort"
-    return is_error or is_abort
+def _lost(why: str, when: str = "before its first token") -> ApiError:
+    return ApiError(502, f"the answer was lost {when}: {why}", kind="server_error")
 
 
-def says_something(event: Event) -> bool:
-    """Whether an event has a part of an answer, or says why it ends. What is not known is taken for one."""
-    if event.is_done or event.raw.startswith(b":"):
-        return False  # the end, or a comment
-    choices = event.content.get("choices")
-    return not isinstance(choices, list) or not all(map(_is_empty, choices))
-
-
-def _is_empty(choice: Any) -> bool:
-    """Whether a choice is like that in which a chat's stream of vLLM says who speaks."""
-    if not isinstance(choice, dict) or choice.get("finish_reason") is not None or choice.get("token_ids"):
-        return False
-    delta = choice.get("delta")
-    if isinstance(delta, dict):
-        return not any(value for key, value in delta.items() if key != "role")
-    return choice.get("text") == ""
-
-
-def _empty_end() -> ApiError:
-    message = "the answer was lost before its first token: the node ended it without one; is it stopping?"
-    return ApiError(502, message, kind="server_error")
-
-
-def _early_end(event: Event) -> ApiError:
-    said = error_in(event.content) or "the node aborted the request; is it stopping?"
-    return ApiError(502, f"the answer was lost in the middle: {said}", kind="server_error")
-
-
-def _not_continued(begun: Begun) -> ApiError:
+def _not_continued(begun: Begun) -> str:
     error = object_of(begun.payload).get("error")
     message = error.get("message") if isinstance(error, dict) else ""
     said = message or begun.payload[:200].decode(errors="replace")
-    return ApiError(502, f"the decode node did not continue the answer: {said}", kind="server_error")
+    return f"the decode node did not continue the answer: {said}"
 
 
 def transfer_error(body: Mapping[str, Any]) -> str:

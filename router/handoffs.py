@@ -15,6 +15,7 @@ import aiohttp
 from ..connector.p2p.params import MOVE
 from ..web.json_body import object_of
 from ..web.sse import Event
+from .endings import objection_to
 from .exchange import Begun, Exchange, Offer, Result, error_in, transfer_error
 from .health import reason_of
 from .nodes import UpstreamNode
@@ -200,10 +201,12 @@ def params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def begun_of(answer: NodeAnswer) -> Begun:
     """Read how a load has ended from the beginning of a decode node's answer."""
-    body = _error_event(answer.events) if answer.is_stream else object_of(answer.payload)
+    body = _error_event(answer.events) if answer.is_stream else answer.content
+    is_whole = answer.status == 200 and not answer.is_stream
     return Begun(
         *(answer.status, answer.headers, answer.is_stream, answer.payload, answer.events),
         *(_result(answer, body), error_in(body)),
+        objection=objection_to(answer.payload, body) if is_whole else "",
     )
 
 

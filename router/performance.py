@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,8 @@ from ..web.tracing import NO_SPAN, current_span, traced_params
 from . import exchange as does
 from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
-from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer, says_something
+from .endings import choices_of, objection_to
+from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
@@ -231,6 +232,8 @@ class Performance:
     def _note(self, action: Bookkeeping) -> None:
         services, exchange = self._services, self._exchange
         match action:
+            case does.GaveUp(node, reason):
+                self._gave_up(node, reason)
             case does.Opened(offer):
                 services.handoffs.opened(offer)
             case does.Settled(offer, decode, result):
@@ -287,6 +290,12 @@ class Performance:
         if role == "decode" and (answered := self._call) is not None:
             self._answer = self._call = None
             self._closing.append(asyncio.create_task(answered.aclose()))
+
+    def _gave_up(self, node: UpstreamNode, reason: str) -> None:
+        tried = self._exchange.tried_decode
+        if tried.get(node) is None:
+            node.suspect()  # it may be stopping, which is no fault of it
+            tried[node] = NodeGoneError(node, reason, may_eject=False)
 
     def _say(self, fact: Fact, why: Exception | None) -> None:
         metrics, request_id, node = self._services.metrics, self._exchange.request_id, self._exchange.decode
@@ -442,8 +451,9 @@ class Performance:
                 async with self._asked("prefill_call", node, body) as answer:
                     if answer.status != 200:
                         _raise_refusal(node, answer)
-                    _require_not_aborted(node, answer)
-                    result = object_of(answer.payload)
+                    if objection := objection_to(answer.payload, answer.content):
+                        raise NodeGoneError(node, objection, may_eject=False)
+                    result = answer.content
                     self._timeline.prefill_ended(result)
                     self._progress.prompt_ended(is_computed=True)
                 params = params_of(result)
@@ -507,7 +517,6 @@ class Performance:
                 answer = await stack.enter_async_context(asked)
                 if _is_for_another(answer):
                     raise _failed(node, answer)
-                _require_not_aborted(node, answer)
                 _require_continued(node, answer)
                 self._call = stack.pop_all()
         except NodeGoneError as error:
@@ -526,13 +535,13 @@ class Performance:
         if answer.is_stream:
             self._progress.answer_began(node.url)
             self._answer, self._has_come = answer, True
-        else:
-            node.note_answered()
         begun, exchange = begun_of(answer), self._exchange
-        if answer.is_stream and answer.events:
-            beginning = beginning_of(exchange.body, exchange.path, abilities, answer.events[0])
+        if (first := next((event for event in answer.events if not event.is_comment), None)) is not None:
+            beginning = beginning_of(exchange.body, exchange.path, abilities, first)
             begun = replace(begun, beginning=beginning)
         actions = exchange.decode_answered(begun)
+        if not answer.is_stream and exchange.state is does.State.ENDED:
+            node.note_answered()
         if answer.is_stream and exchange.beginning is not None:
             self._mover = asyncio.create_task(self._move_away(node, answer, move_as))
         return actions
@@ -575,8 +584,10 @@ class Performance:
         if events is not None:
             self._progress.tokens_came(len(events))
             return exchange.events_arrived(events)
-        node.note_answered()
-        return exchange.decode_ended()
+        actions = exchange.decode_ended()
+        if exchange.failure is None and exchange.state is does.State.ENDED:
+            node.note_answered()
+        return actions
 
     @contextlib.asynccontextmanager
     async def _asked(
@@ -693,21 +704,6 @@ def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
     return NodeGoneError(node, reason, may_eject=answer.status not in (429, 503), is_lost=_has_ended(answer))
 
 
-def _require_not_aborted(node: UpstreamNode, answer: NodeAnswer) -> None:
-    """Check the beginning of an answer. A vLLM server that is stopping answers 200 without a token: as aborted, or by a stream that
-    has its end and nothing else.
-
-    Raises:
-        NodeGoneError: The node aborted the request; another one may answer it.
-    """
-    if answer.events and answer.events[-1].is_done and not any(map(says_something, answer.events)):
-        raise NodeGoneError(node, "ended the answer before its first token; is it stopping?", may_eject=False)
-    if b'"abort"' not in answer.payload:
-        return  # parsing each answer would take time
-    if any(choice.get("finish_reason") == "abort" for choice in _choices(answer)):
-        raise NodeGoneError(node, "aborted the request; is it stopping?", may_eject=False)
-
-
 def _require_continued(node: UpstreamNode, answer: NodeAnswer) -> None:
     """Check that a server of vLLM has not refused to continue an answer.
 
@@ -716,14 +712,8 @@ def _require_continued(node: UpstreamNode, answer: NodeAnswer) -> None:
     """
     if REFUSED_TO_CONTINUE.encode() not in answer.payload:
         return
-    for choice in _choices(answer):
+    for choice in (one for content in answer.contents() for one in choices_of(content)):
         reason = choice.get("stop_reason")
         if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
             node.doubt_identity()
             raise NodeGoneError(node, reason, may_eject=False)
-
-
-def _choices(answer: NodeAnswer) -> Iterator[Mapping[str, Any]]:
-    for content in answer.contents():
-        choices = content.get("choices")
-        yield from (one for one in (choices if isinstance(choices, list) else ()) if isinstance(one, dict))

@@ -31,7 +31,7 @@ class TooLongError(aiohttp.ClientPayloadError):
 
 
 class NoAnswerError(aiohttp.ClientError):
-    """A node has answered with something that no node of ours answers."""
+    """A node has answered with something that no node of ours answers, or with nothing."""
 
 
 #: What every request to a node says. A node could answer a few bytes that become gigabytes when they are decompressed.
@@ -86,6 +86,7 @@ class NodeAnswer:
     Attributes:
         is_stream: It comes as events.
         payload: A whole answer; of a stream, what has arrived with the first event.
+        content: A whole answer, parsed; empty if it is no JSON object.
         events: Of a stream, those that have arrived with the first one: it says whether the answer has failed.
     """
 
@@ -95,22 +96,25 @@ class NodeAnswer:
         self.headers: Mapping[str, str] = response.headers
         self.is_stream = response.content_type == "text/event-stream"
         self.payload = b""
+        self.content: Mapping[str, Any] = {}
         self.events: list[Event] = []
+        self._num_bytes = 0  # of a stream
         self._splitter = Splitter(MAX_ANSWER_BYTES)
 
     async def begin(self) -> None:
-        """Wait for the whole answer, or for the first event of a stream.
+        """Wait for the whole answer, or for the first event of a stream that is more than a comment.
 
         Raises:
-            aiohttp.ClientError: The connection broke, or the node has sent more than it may.
+            aiohttp.ClientError: The connection broke or ended before that, or the node has sent more than it may.
         """
         if not self.is_stream:
             self.payload = await read_whole(self.response)
+            self.content = object_of(self.payload)
             return
-        while not self.events and self._splitter.num_waiting_bytes < MAX_FIRST_EVENT_BYTES:
+        while all(event.is_comment for event in self.events) and self._num_bytes < MAX_FIRST_EVENT_BYTES:
             if (events := await self.more()) is None:
-                break
-            self.events = events
+                raise NoAnswerError("ended its answer before the first event")
+            self.events += events
         self.payload = b"".join(event.raw for event in self.events)
 
     async def more(self) -> list[Event] | None:
@@ -121,21 +125,23 @@ class NodeAnswer:
         """
         if not (chunk := await self.response.content.readany()):
             return self.rest() or None
+        self._num_bytes += len(chunk)
         try:
             return self._splitter.add(chunk)
         except EventTooLongError:
             raise TooLongError("an event", MAX_ANSWER_BYTES) from None
 
     def rest(self) -> list[Event]:
-        """Return what has arrived of an event whose end has not."""
-        return self._splitter.rest()
+        """Return the last event, if all of it has arrived but the empty line after it. Half an event is none."""
+        last = (Event(event.raw.rstrip() + b"\n\n") for event in self._splitter.rest())
+        return [event for event in last if event.is_done or event.content]
 
     def contents(self) -> Iterator[Mapping[str, Any]]:
         """Yield the JSON objects of what has arrived in the beginning."""
         if self.is_stream:
             yield from (event.content for event in self.events)
         else:
-            yield object_of(self.payload)
+            yield self.content
 
 
 CONNECT_TIMEOUT_S = 5.0

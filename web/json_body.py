@@ -149,7 +149,7 @@ def object_of(payload: bytes) -> Mapping[str, Any]:
 
     Anything else becomes an empty one, and so does one that has too many values or is nested too deep.
     """
-    if len(payload) > MAX_VALUES and sum(map(payload.count, (b",", b"[", b"{"))) > MAX_VALUES:
+    if _has_too_many_values(payload):
         return {}
     try:
         value = json.loads(payload)
@@ -158,3 +158,20 @@ def object_of(payload: bytes) -> Mapping[str, Any]:
     if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH and is_deeper_than(value, MAX_DEPTH):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def is_object(payload: bytes) -> bool:
+    """Return whether bytes are one JSON object to its end. One with too many values or levels is judged by its two ends."""
+    if not _has_too_many_values(payload):
+        try:
+            return isinstance(json.loads(payload), dict)
+        except ValueError:
+            return False
+        except RecursionError:
+            pass
+    text = payload.strip()
+    return text.startswith(b"{") and text.endswith(b"}")
+
+
+def _has_too_many_values(payload: bytes) -> bool:
+    return len(payload) > MAX_VALUES and sum(map(payload.count, (b",", b"[", b"{"))) > MAX_VALUES

@@ -47,6 +47,11 @@ class Event:
         return self._content
 
     @property
+    def is_comment(self) -> bool:
+        """Whether it says nothing, as what keeps a silent connection open does."""
+        return self.raw.startswith(b":")
+
+    @property
     def is_done(self) -> bool:
         """Whether it is the one that ends an answer."""
         return self.raw.strip() == b"data: [DONE]"
@@ -80,11 +85,6 @@ class Splitter:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._rest = bytearray()
-
-    @property
-    def num_waiting_bytes(self) -> int:
-        """Of the event whose end has not arrived."""
-        return len(self._rest)
 
     def add(self, chunk: bytes) -> list[Event]:
         """Return the events that are complete with a chunk.

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from kvferry.router import exchange as does
+from kvferry.router.endings import CUT, EMPTY, Heard, objection_to
 from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, Offer, State
 from kvferry.router.ways import TABLE, Chooser, Facts, Options, Way, chooser_of, named_offer, way_of
 from kvferry.web.errors import ApiError
-from kvferry.web.sse import Event
+from kvferry.web.json_body import object_of
+from kvferry.web.sse import DONE, Event
 from tests.support.exchange_simulator import Node, PromiseBrokenError, Token, Told, explore
 from tests.support.fake_nodes import PLACE
 
@@ -60,6 +62,54 @@ def test_a_decode_node_that_says_late_what_it_is_gives_an_answer_of_one_token_it
     (asked,) = exchange.decode_chosen(decode)  # type: ignore[arg-type]
     assert isinstance(asked, does.AskDecode)
     assert (asked.params, asked.after) == (offer.params, None)
+
+
+# -- complete answers ----------------------------------------------------------------------------------
+
+
+def chunk(index: int, reason: str | None, text: str = "x") -> Event:
+    return Event.of({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
+
+
+COUNTS = Event.of({"choices": [], "usage": {"completion_tokens": 1}})
+
+
+@pytest.mark.parametrize(
+    ("events", "n", "missing"),
+    [
+        ([], 1, EMPTY),
+        ([Event(b": still here\n\n")], 1, EMPTY),
+        ([chunk(0, None, "")], 1, EMPTY),
+        ([chunk(0, None)], 1, CUT),
+        ([chunk(0, None), chunk(0, "stop", "")], 1, ""),
+        ([chunk(0, "stop")], 2, CUT),
+        ([chunk(0, "stop"), chunk(0, "stop")], 2, CUT),
+        ([chunk(1, "stop"), chunk(0, "length")], 2, ""),
+        ([Event.of({"choices": [{"text": '"finish_reason": "stop"'}]})], 1, CUT),
+        ([Event.of({"error": {"message": "no"}})], 2, ""),
+    ],
+)
+@pytest.mark.parametrize("end", [DONE, COUNTS], ids=["done", "counts"])
+def test_a_stream_is_complete_after_a_reason_for_each_choice(
+    events: list[Event], n: int, missing: str, end: Event
+) -> None:
+    heard = Heard(n)
+    for event in events:
+        assert not heard.objection(event)
+        heard.add(event)
+    assert heard.missing() == missing
+    names_reasons = any(b'"finish_reason":' in event.raw for event in events)
+    # A node that never gives reasons is believed, if it has said something.
+    assert heard.objection(end) == (missing if names_reasons or missing == EMPTY else "")
+
+
+@pytest.mark.parametrize("whole", [b'{"choices": [{"finish_reason": "stop"}]}', b"{}", b' {"a": "}"}\n'])
+def test_a_whole_answer_is_one_json_object(whole: bytes) -> None:
+    assert not objection_to(whole, object_of(whole))
+    for end in range(len(whole.strip())):
+        assert objection_to(whole.strip()[:end], object_of(whole.strip()[:end]))
+    for other in (b"[]", b"null", b"<html></html>", whole * 2):
+        assert objection_to(other, object_of(other))
 
 
 # -- every order of events ---------------------------------------------------------------------------
@@ -128,8 +178,35 @@ class CountsRepeatedTokens(Exchange):
 
 
 class MovesAnswersThatAreOver(Exchange):
-    def _end_of_lost(self, error: ApiError) -> Actions:
-        return self._again(does.Note("answer moved", error))
+    def decode_broke(self, error: ApiError) -> Actions:
+        self._heard.is_over = False
+        return super().decode_broke(error)
+
+
+class BelievesAClosedConnection(Exchange):
+    """A stream that ends is taken for a complete one."""
+
+    def decode_ended(self) -> Actions:
+        return [*self._finish(), *self._end(does.End())]
+
+
+class BelievesThatAnAnswerIsWhole(Exchange):
+    def decode_answered(self, begun: Any) -> Actions:
+        return super().decode_answered(replace(begun, objection=""))
+
+
+class RemembersTheNodeBefore(Exchange):
+    """What the lost node has said is taken for what the next one says."""
+
+    def _ask_decode(self, *args: Any) -> Any:
+        heard = self._heard
+        asked = super()._ask_decode(*args)
+        self._heard.has_said = heard.has_said
+        return asked
+
+
+class LeavesTheCountsOut(Exchange):
+    _wants_usage = False
 
 
 class MovesToTheLostNode(Exchange):
@@ -277,8 +354,10 @@ class GivesUpWithoutAnotherNode(Exchange):
         return self._fail(error)
 
 
-class GivesUpWhatCannotBeLoaded(Exchange):
-    _is_moving = False
+class GivesUpAfterAnError(Exchange):
+    """The next node's error before its first token ends an answer that has begun."""
+
+    _goes_on = False
 
 
 class ShowsTheStop(Exchange):
@@ -322,7 +401,11 @@ BUGS = {
     LeavesTheStoppedStreamOpen: "",  # a second one begins, or it outlasts the exchange
     LoadsMoreThanItTells: "a node loads only what it is told",
     GivesUpWithoutAnotherNode: "an error is given only if no node could answer",
-    GivesUpWhatCannotBeLoaded: "an error is given only if no node could answer",
+    GivesUpAfterAnError: "an error after a token moves the answer",
+    BelievesAClosedConnection: "the client gets each byte of one answer, once and in order",
+    BelievesThatAnAnswerIsWhole: "a whole answer is not cut off",
+    RemembersTheNodeBefore: "the client gets each byte of one answer, once and in order",
+    LeavesTheCountsOut: "the client gets each byte of one answer, once and in order",
     ShowsTheStop: "the client gets each byte of one answer, once and in order",
     NeverDecodesAlone: "an error is given only if no node could answer",
 }

@@ -23,6 +23,7 @@ from kvferry.router.beginnings import (
     is_stitchable,
     take_token_ids,
 )
+from kvferry.router.endings import Heard
 from kvferry.router.first_tokens import PassedToken, StitchedToken, first_token_of, is_expected
 from kvferry.web.sse import Event, Filter, Splitter, events_of, passing
 
@@ -174,13 +175,14 @@ def test_a_stream_that_goes_on_elsewhere_is_one_servers(
         written = Server(tokenizer, created=100 + number).stream(
             asked["prompt"], rest, asked["max_tokens"], usage=usage, per_event=per_event
         )
-        events, change = events_of(written), begun.continued()
+        events, change, heard = events_of(written), begun.continued(), Heard(1)
         events = events[: data.draw(st.integers(0, len(events)))] if number < 3 else events
         for each in events:
             event, token_ids = take_token_ids(each)
             received += () if event is None else change(event)
             begun.add(token_ids, each)
-        if begun.is_over:
+            heard.add(each)
+        if heard.is_over:
             received += [event for event in events_of(expected) if not text_of(event)][-1:]
             break
     else:

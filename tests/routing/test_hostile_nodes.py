@@ -17,6 +17,7 @@ from kvferry.router.health import MAX_HEALTH_BYTES, Prober, ask_health
 from kvferry.router.reading import MAX_ANSWER_BYTES, refuse_no_answers
 from kvferry.router.states import Health, NodeState
 from kvferry.web.json_body import MAX_VALUES, object_of
+from kvferry.web.sse import Event
 from tests.support.fake_nodes import routed, serving
 
 DEADLINE_S = 60.0
@@ -426,3 +427,209 @@ async def test_choices_that_are_none_are_left_out_of_a_merged_answer() -> None:
 def test_json_with_too_many_values_is_none(value: bytes) -> None:
     assert object_of(b'{"a":[' + b",".join([value] * (MAX_VALUES // 64)) + b"]}")
     assert object_of(b'{"a":[' + b",".join([value] * (MAX_VALUES + 1)) + b"]}") == {}
+
+
+# -- answers that end before their end -------------------------------------------------------------
+
+IDENTITY = "fedcba9876543210"
+TEXT = [("one ", 11), ("two ", 12), ("three", 13)]
+ALL = "".join(text for text, _ in TEXT)
+#: How many tokens the prompt has.
+NUM_PROMPT = 5
+
+
+def token(number: int, **more: Any) -> bytes:
+    """Return the event with a token, as a reference node sends it."""
+    text, token_id = TEXT[number]
+    is_last = number == len(TEXT) - 1
+    choice = {
+        "index": 0,
+        "text": text,
+        "finish_reason": "length" if is_last else None,
+        "token_ids": [token_id],
+    }
+    last = {"metrics": {"num_prompt_tokens": NUM_PROMPT}} if is_last else {}
+    return Event.of({"id": "i", "created": 7, "choices": [choice | more], **last}).raw
+
+
+def counts(num_tokens: int) -> bytes:
+    usage = {"prompt_tokens": NUM_PROMPT, "completion_tokens": num_tokens}
+    usage["total_tokens"] = sum(usage.values())
+    return Event.of({"id": "i", "created": 7, "choices": [], "usage": usage}).raw
+
+
+def error_event(message: str) -> bytes:
+    return Event.of({"error": {"message": message, "code": 500}}).raw
+
+
+@dataclass
+class Closing(Node):
+    """A node whose streams end after some tokens, with what it writes there, as if they were complete.
+
+    Attributes:
+        after: The number of tokens; more than there are: its answers are complete.
+        last: What it writes then.
+        as_http_1_0: Only the end of the connection ends an answer, as behind a proxy that speaks HTTP/1.0.
+    """
+
+    answer: Answer = answer_200
+    after: int = 99
+    last: bytes = b""
+    as_http_1_0: bool = False
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "continues_answers": IDENTITY})
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        params = body.get("kv_transfer_params") or {}
+        begin = len((params.get("continues") or {}).get("token_ids", ()))
+        tokens = [token(number) for number in range(begin, len(TEXT))]
+        is_whole = self.after > len(tokens)
+        if not body.get("stream"):
+            return await self._write(request, [whole_answer() if is_whole else self.last], "application/json")
+        asks = (body.get("stream_options") or {}).get("include_usage")
+        end = [*([counts(len(TEXT))] if asks else []), b"data: [DONE]\n\n"]
+        events = [*tokens, *end] if is_whole else [*tokens[: self.after], self.last]
+        return await self._write(request, events, "text/event-stream")
+
+    async def _write(
+        self, request: web.Request, pieces: list[bytes], content_type: str
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        if self.as_http_1_0:
+            response.force_close()
+            response.headers["Connection"] = "close"
+            request._version = aiohttp.HttpVersion10  # type: ignore[attr-defined]
+        await response.prepare(request)
+        for piece in filter(None, pieces):
+            await response.write(piece)
+            await asyncio.sleep(0.005)  # pieces arrive one by one
+        return response
+
+
+def whole_answer() -> bytes:
+    return json.dumps({"choices": [{"index": 0, "text": ALL, "finish_reason": "length"}]}).encode()
+
+
+#: What a node may write where the rest of its stream should be.
+ENDS = {
+    "nothing": b"",
+    "half an event": token(1)[:30],
+    "done": b"data: [DONE]\n\n",
+    "a comment and done": b": still here\n\ndata: [DONE]\n\n",
+    "counts and done": counts(1) + b"data: [DONE]\n\n",
+    "aborted": token(1, text="", token_ids=[], finish_reason="abort") + b"data: [DONE]\n\n",
+}
+
+
+async def streamed(client: Any, **fields: Any) -> tuple[int, str, list[Any], str]:
+    """Return a stream's status, its text, its counts and its last error."""
+    async with asyncio.timeout(DEADLINE_S):
+        status, payload = await post(client, stream=True, temperature=0, **fields)
+    found = [object_of(line.removeprefix(b"data: ")) for line in payload.split(b"\n\n")]
+    if status == 200:
+        assert payload.count(b"[DONE]") == 1
+        assert payload.endswith(b"data: [DONE]\n\n")
+    text = "".join(choice["text"] for one in found for choice in one.get("choices", ()))
+    errors = [one["error"]["message"] for one in found if "error" in one]
+    return status, text, [one["usage"] for one in found if one.get("usage")], "".join(errors)
+
+
+@pytest.mark.parametrize("as_http_1_0", [False, True], ids=["chunked", "HTTP/1.0"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_stream_that_ends_before_its_last_token_goes_on_elsewhere(
+    end: str, after: int, as_http_1_0: bool
+) -> None:
+    broken, well = Closing(after=after, last=ENDS[end], as_http_1_0=as_http_1_0), Closing()
+    async with routed([Node(offer)], [broken, well]) as client:
+        for _ in range(2):
+            found = await streamed(client, stream_options={"include_usage": True})
+            assert found == (200, ALL, [json.loads(counts(len(TEXT))[6:])["usage"]], "")
+    assert broken.asked
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_stream_that_no_node_can_go_on_with_ends_with_an_error(end: str, n: int) -> None:
+    """With two answers, one of them has all its tokens."""
+    after = 1 if n == 1 else len(TEXT)
+    async with routed(
+        [Node(offer)], [Closing(after=after, last=ENDS[end])], continue_answers=False
+    ) as client:
+        status, text, _, error = await streamed(client, n=n)
+    assert (status, bool(text)) in ((200, True), (503, False))
+    assert "ended it" in error or "aborted" in error
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_an_answer_that_has_moved_moves_again(end: str) -> None:
+    """The next node is stopping, and sends nothing of the answer."""
+    nodes = [Closing(after=1), Closing(after=0, last=ENDS[end]), Closing(after=0, last=ENDS[end]), Closing()]
+    async with routed([Node(offer)], nodes) as client:
+        for _ in range(4):
+            assert (await streamed(client))[1:] == (ALL, [], "")
+
+
+@dataclass
+class FailsTheRest(Closing):
+    """Begins answers, and fails if it is to go on with one of another node.
+
+    Attributes:
+        status: Of the error. 200: it is an event.
+    """
+
+    status: int = 200
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if "token_ids" not in body["kv_transfer_params"]["continues"]:
+            return await super().handle(request)
+        self.asked.append(body)
+        if self.status != 200:
+            return web.json_response({"error": {"message": "the load failed"}}, status=self.status)
+        events = [error_event("the load failed"), b"data: [DONE]\n\n"]
+        return await self._write(request, events, "text/event-stream")
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+async def test_an_error_of_the_next_node_is_not_the_end_of_an_answer(status: int) -> None:
+    nodes = [FailsTheRest(after=1, status=status) for _ in range(3)]
+    async with routed([Node(offer)], [*nodes, Closing()]) as client:
+        assert [(await streamed(client))[1:] for _ in range(4)] == [(ALL, [], "")] * 4
+    assert any("token_ids" in str(node.asked) for node in nodes)
+
+
+@pytest.mark.parametrize("as_http_1_0", [False, True], ids=["chunked", "HTTP/1.0"])
+async def test_an_answer_without_its_counts_gets_them_from_the_router(as_http_1_0: bool) -> None:
+    """The node is lost after the last token. What the client waits for is known."""
+    lost = Closing(after=len(TEXT), as_http_1_0=as_http_1_0)
+    async with routed([Node(offer)], [lost]) as client:
+        found = await streamed(client, stream_options={"include_usage": True})
+        assert found == (200, ALL, [json.loads(counts(len(TEXT))[6:])["usage"]], "")
+        assert await streamed(client) == (200, ALL, [], "")
+
+
+@pytest.mark.parametrize("as_http_1_0", [False, True], ids=["chunked", "HTTP/1.0"])
+@pytest.mark.parametrize("cut_at", [0, 1, 40, -1])
+async def test_a_whole_answer_that_is_cut_off_is_given_by_another_node(
+    cut_at: int, as_http_1_0: bool
+) -> None:
+    broken = Closing(after=0, last=whole_answer()[:cut_at], as_http_1_0=as_http_1_0)
+    async with routed([Node(offer)], [broken, Closing()]) as client:
+        assert [await post(client) for _ in range(2)] == [(200, whole_answer())] * 2
+    assert broken.asked
+    async with routed([Node(offer)], [broken]) as client:
+        status, payload = await post(client)
+    assert (status, "not one JSON object" in payload.decode()) == (503, True)
+
+
+async def test_a_prefill_answer_that_is_cut_off_is_asked_of_another_node() -> None:
+    cut = Closing(after=0, last=b'{"kv_transfer_params": {"remote', as_http_1_0=True)
+    decode = Node(answer)
+    async with routed([cut, Node(offer)], [decode]) as client:
+        assert [(await post(client))[0] for _ in range(2)] == [200, 200]
+    assert cut.asked
+    assert all("kv_transfer_params" in asked for asked in decode.asked)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import OtherTokenError
@@ -20,26 +20,52 @@ from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 
 T = TypeVar("T")
+#: How a node ends a stream before its answer's end, without breaking the connection.
+Fault = Literal["closed", "done", "aborted", "error"]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 HEADERS = {"X-Request-Id": "r"}
 KEEPS = b'"kv_transfer_params":'
 LAST = Event(b'data: {"n": 3, "kv_transfer_params": {"answer_lease_s": 60}}\n\n')
 LAST_SEEN = Event(b'data: {"n": 3, "kv_transfer_params": null}\n\n')
 ERROR = Event(b'data: {"error": {"message": "the load failed"}}\n\n')
+COMMENT = Event(b": still here\n\n")
+ABORT = Event(b'data: {"choices": [{"finish_reason": "abort"}]}\n\n')
 #: What a node answers, and what another one may answer whose logits are almost equal.
 NUM_TOKENS = 4
+REASONS = [b"null"] * (NUM_TOKENS - 1) + [b'"length"']
 ANSWERS = {
     name: [
-        Event(b'data: {"n": "%s%d", "choices": [{"finish_reason": null}]}\n\n' % (name.encode(), number))
-        for number in range(NUM_TOKENS)
+        Event(
+            b'data: {"n": "%s%d", "choices": [{"finish_reason": %s}]}\n\n' % (name.encode(), number, reason)
+        )
+        for number, reason in enumerate(REASONS)
     ]
     for name in "ab"
 }
 TOKENS = {event.raw for events in ANSWERS.values() for event in events}
 #: What a node sends for that, because the router asks for the ids of tokens.
 SENT = {
-    name: [Event(event.raw.replace(b"null}", b'null, "token_ids": [7]}')) for event in events]
+    name: [Event(event.raw.replace(b"}]}", b', "token_ids": [7]}]}')) for event in events]
     for name, events in ANSWERS.items()
 }
+
+
+def usage(num_tokens: int) -> Event:
+    """Return the counts that follow an answer of so many tokens."""
+    return Event.of({"choices": [], "usage": {"completion_tokens": num_tokens}})
+
+
+def broken_off(how: Fault, sent: Sequence[Event], *, wants_usage: bool) -> list[Event]:
+    """Return the stream of a node that has sent so much of its answer."""
+    num_tokens = sum(b"token_ids" in event.raw for event in sent)
+    counts = [usage(num_tokens)] if wants_usage else []
+    ends: Mapping[Fault, list[Event]] = {
+        "closed": [],
+        "done": [COMMENT, *counts, DONE],
+        "aborted": [ABORT, DONE],
+        "error": [ERROR, DONE],
+    }
+    return [*sent, *ends[how]]
 
 
 class PromiseBrokenError(AssertionError):
@@ -68,6 +94,8 @@ class Told:
         return abilities
 
     def continued(self) -> Callable[[Event], Iterable[Event]]:
+        self.num_repeated = 0
+
         def change(event: Event) -> Iterable[Event]:
             if self.is_other:
                 raise OtherTokenError
@@ -82,6 +110,9 @@ class Told:
         num_new = max(0, len(token_ids) - self.num_repeated)
         self.num_repeated -= len(token_ids) - num_new
         self.num_tokens += num_new
+
+    def usage(self) -> Mapping[str, int]:
+        return {"completion_tokens": self.num_tokens}
 
 
 @dataclass(frozen=True)
@@ -168,6 +199,7 @@ class Setup:
         offers_answer: Decode nodes offer their answers for the next turn.
         follows: Another node could go on with an answer.
         has_answer: There is an offer of an earlier answer.
+        wants_usage: The client has asked for the counts of tokens.
         p_loss, p_stop, p_leave: Of a node's loss and of an answer's stop at each step, and of a client that leaves.
     """
 
@@ -180,6 +212,7 @@ class Setup:
     follows: bool
     has_answer: bool
     is_stream: bool
+    wants_usage: bool
     p_loss: float
     p_stop: float
     p_leave: float
@@ -197,6 +230,7 @@ class Setup:
             follows=draws.chance(0.8),
             has_answer=draws.chance(0.2),
             is_stream=draws.chance(0.8),
+            wants_usage=draws.chance(0.5),
             p_loss=draws.pick((0.0, 0.2, 0.5)),
             p_stop=draws.pick((0.0, 0.3, 0.6)),
             p_leave=draws.pick((0.0, 0.0, 0.05)),
@@ -234,7 +268,7 @@ class Schedule:
         answer: Any = FoundAnswer() if setup.has_answer else None
         self.exchange = self.kind(
             "/v1/completions",
-            {"stream": setup.is_stream},
+            {"stream": setup.is_stream, "stream_options": {"include_usage": setup.wants_usage}},
             HEADERS,
             key=b"k",
             conversation=Conversation(answer=answer),
@@ -243,6 +277,7 @@ class Schedule:
         self.prefill: does.AskPrefill | None = None
         self.decode: does.AskDecode | None = None
         self.stream: list[Event] | None = None  # what is left of it
+        self.breaks_off = False  # it lacks its end
         self.lost_decodes: set[Node] = set()
         self.lost_prefills: set[Node] = set()
         self.has_left = False
@@ -280,7 +315,6 @@ class Schedule:
             self.has_left = True
             self.do(self.exchange.client_left())
         else:
-            self.has_left = True
             self.may_fail = "too late"
             self.do(self.exchange.failed(ApiError(504, "too late", kind="timeout_error")))
         return True
@@ -288,10 +322,9 @@ class Schedule:
     def check_end(self) -> None:
         state = self.exchange.state
         self.promise("a request ends", kept=state is State.ENDED)
-        is_silent = self.has_left and not self.may_fail
         self.promise(
             "the client gets exactly one end",
-            kept=len(self.ends) == (0 if is_silent and not self.ends else 1),
+            kept=len(self.ends) == (0 if self.has_left and not self.ends else 1),
         )
         self.promise(
             "no request to a node outlasts the exchange", kept=self.prefill is None and self.decode is None
@@ -314,11 +347,12 @@ class Schedule:
         raw = b"".join(event.raw for event in self.received)
         self.promise("the client never sees an offer", kept=b"answer_lease_s" not in raw)
         is_whole = bool(self.ends) and isinstance(self.ends[0], does.End)
-        got = [event.raw for event in self.received if event.raw != ERROR.raw]
+        got = [event.raw for event in self.received if event.raw not in (ERROR.raw, COMMENT.raw)]
+        counts = [usage(NUM_TOKENS)] if self.setup.wants_usage else []
         is_right = False
         is_cut = ERROR in self.received  # the node has given the answer up, and no other one could go on
         for events in ANSWERS.values():
-            for rest in ([LAST_SEEN, DONE], [DONE]):
+            for rest in ([LAST_SEEN, *counts, DONE], [*counts, DONE]):
                 expected = [event.raw for event in (*events, *rest)]
                 part = got[:-1] if is_cut and got[-1:] == [DONE.raw] else got
                 may_be_part = is_cut or not is_whole
@@ -350,8 +384,9 @@ class Schedule:
                 self.prefill = action
             case does.ChooseDecode():
                 return self.choose()
-            case does.AskDecode(_, _, after):
+            case does.AskDecode():
                 node: Any = action.node
+                after: Any = action.after
                 self.promise("one decode at a time", kept=self.decode is None)
                 self.promise("only a node that can continues", kept=after is None or bool(node.abilities))
                 has_token = exchange.beginning is not None and exchange.state is not State.RENDEZVOUS
@@ -395,8 +430,16 @@ class Schedule:
             case does.Note("answer moved"):
                 lost: Any = exchange.decode
                 self.lost_decodes.add(lost)
+            case does.GaveUp(node):
+                self.lost_decodes.add(node)  # type: ignore[arg-type]
+                exchange.tried_decode[node] = RuntimeError("gave up")  # type: ignore[assignment]
             case does.Send(events):
                 self.promise("nothing is sent after the end", kept=not self.ends)
+                has_token = any(event.raw in TOKENS for event in self.received)
+                self.promise(
+                    "an error after a token moves the answer",
+                    kept=ERROR not in events or not has_token or exchange.beginning is None,
+                )
                 self.received += events
             case does.Begin():
                 self.promise("a stream begins once", kept=not self.has_streamed)
@@ -404,6 +447,8 @@ class Schedule:
             case does.End() | does.SendWhole() | does.Fail():
                 self.promise("the client gets exactly one end", kept=not self.ends)
                 self.ends.append(action)
+                is_whole = not isinstance(action, does.SendWhole) or action.payload == b"{}"
+                self.promise("a whole answer is not cut off", kept=is_whole)
                 if isinstance(action, does.Fail):
                     self.promise("an error is given only if no node could answer", kept=bool(self.may_fail))
         return []
@@ -518,6 +563,8 @@ class Schedule:
             return exchange.decode_answered(Begun(500, {}, False, b"{}", (), "failed"))
         result: Any = self.drawn.pick(("loaded", "failed", "none", "unknown"))
         if not exchange.is_stream:
+            if self.drawn.fault(0.2):
+                return exchange.decode_answered(Begun(200, {}, False, b"{", (), result, objection="cut off"))
             return exchange.decode_answered(Begun(200, {}, False, b"{}", (), result))
         # A node that has to continue does; the others may choose another token.
         told: Any = asked.after
@@ -527,12 +574,23 @@ class Schedule:
             name = "a" if self.drawn.chance(0.7) else "b"
         elif told.num_tokens > 1 and self.drawn.fault(0.05):
             told.is_other, self.may_fail = True, "another node chose other tokens"
-        events = list(SENT[name][0 if told is None else told.num_tokens :])
+        told_tokens = 0 if told is None else told.num_tokens
+        events = list(SENT[name][told_tokens:])
         if self.setup.offers_answer:
             events.append(LAST)
-        if self.drawn.fault(0.1):
-            events = [*events[: self.drawn.part(0, len(events))], ERROR]
-        self.stream = [*events, DONE]
+        self.stream = [*events, *([usage(NUM_TOKENS)] if self.setup.wants_usage else []), DONE]
+        self.breaks_off = self.drawn.fault(0.2)
+        if self.breaks_off:
+            how = self.drawn.pick(FAULTS)
+            # After the last token, what looks like an end is one.
+            most = len(events) if how in ("closed", "error") else len(SENT[name]) - told_tokens - 1
+            sent = events[: self.drawn.part(0, most)]
+            self.stream = broken_off(how, sent, wants_usage=self.setup.wants_usage)
+        if not self.stream:
+            self.decode = None  # such an answer is none for what reads it
+            self.lost_decodes.add(node)
+            exchange.tried_decode[node] = RuntimeError("empty")  # type: ignore[assignment]
+            return exchange.decode_lost(RuntimeError("empty"))
         num = self.drawn.part(1, len(self.stream))
         begun, self.stream = self.stream[:num], self.stream[num:]
         self.num_answer_offers += LAST in begun
@@ -541,6 +599,8 @@ class Schedule:
 
     def decode_goes_on(self) -> list[Action]:
         assert self.stream is not None
+        if self.breaks_off and self.exchange.beginning is None:
+            self.may_fail = "the node has ended the answer in the middle"
         if not self.stream:
             return self.exchange.decode_ended()
         if self.drawn.fault(self.setup.p_loss / 3):
@@ -550,7 +610,7 @@ class Schedule:
         num = self.drawn.part(1, len(self.stream))
         events, self.stream = self.stream[:num], self.stream[num:]
         if self.may_stop(events):
-            events[-1], self.stream = self.stopped_at(events[-1]), []
+            events[-1], self.stream, self.breaks_off = self.stopped_at(events[-1]), [], False
         self.num_answer_offers += LAST in events
         return self.exchange.events_arrived(events)
 

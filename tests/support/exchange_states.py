@@ -58,6 +58,7 @@ _FLAGS = (
     "follows",
     "has_answer",
     "is_stream",
+    "wants_usage",
 )
 
 
@@ -95,10 +96,10 @@ class Bound:
 
 
 #: A stream that another node could go on with, and that offers its answer.
-_STREAM = {"offers_answer": True, "follows": True, "is_stream": True}
+_STREAM = {"offers_answer": True, "follows": True, "is_stream": True, "wants_usage": True}
 #: Bounds that `make test` goes through, in seconds.
 SMALL = (
-    Bound(1, 1, 1, {"has_answer": False}),
+    Bound(1, 1, 1, {"has_answer": False, "wants_usage": True}),
     Bound(1, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False, "has_answer": False}),
 )
 #: Bounds that `make prove` goes through, in minutes.
