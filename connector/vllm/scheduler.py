@@ -254,13 +254,14 @@ class SchedulerSide:
         self._refused: dict[str, str] = {}  # by request: why; until it has blocks
         self._refused_loads: dict[str, RefusedLoad] = {}  # of the next step
         self._load_errors: dict[str, str] = {}  # by request: why its load has failed; empty while it loads
+        self._must_yield: set[str] = set()  # whose load has failed, until they have let others go first
         self._spans = RequestSpans()
         self._to_explain: dict[str, str] = {}  # by request: the one whose spans its answer is to tell
 
     @property
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
-        num_own += len(self._load_errors) + len(self._spans) + len(self._to_explain)
+        num_own += len(self._load_errors) + len(self._must_yield) + len(self._spans) + len(self._to_explain)
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -359,6 +360,12 @@ class SchedulerSide:
         self._spans.found(request.request_id, num_computed_tokens)
         if self._shared.is_waiting(request.request_id):
             return None, False
+        if request.request_id in self._must_yield:
+            # vLLM frees the blocks of a failed load only when the request is the first of those that hold blocks. If this one
+            # then finds too few free blocks, vLLM looks at no other request, so loads that fail together would wait for each
+            # other for ever. `None` puts it behind them, once.
+            self._must_yield.remove(request.request_id)
+            return None, False
         if request.request_id not in self._refused:
             return self._half.get_num_new_matched_tokens(VllmRequest.of(request), num_computed_tokens)
         num_missing = request.num_prompt_tokens - num_computed_tokens
@@ -437,6 +444,8 @@ class SchedulerSide:
 
     def update_connector_output(self, output: Any) -> None:
         for request_id in getattr(output, "failed_recving", None) or ():
+            if request_id in self._load_errors:  # it has not ended
+                self._must_yield.add(request_id)
             self._fail_followers(request_id)
         for request_id in output.finished_sending or ():
             self._windows.release(request_id)
@@ -468,6 +477,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         self._refused.pop(request.request_id, None)
         self._early.pop(request.request_id, None)
+        self._must_yield.discard(request.request_id)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
         tables = self._served(self._windows.fill(request.request_id, block_ids))

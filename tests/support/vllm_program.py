@@ -182,6 +182,21 @@ class VllmHost:
             "num_remembered": connector.num_remembered_requests,
         }
 
+    def state(self) -> dict[str, Any]:
+        """Return what each request is about to do and holds, for a test that waits in vain."""
+        manager, connector = self._scheduler.kv_cache_manager, _kvferry(self._scheduler.connector)
+        return {
+            "free_blocks": manager.block_pool.get_num_free_blocks(),
+            "running": [request.request_id for request in self._scheduler.running],
+            "requests": [
+                f"{name}: {request.status.name}, {request.num_computed_tokens} of {request.num_tokens} tokens computed, "
+                f"{[len(blocks) for blocks in manager.get_block_ids(name)]} blocks, "
+                f"{request.num_preemptions} preemptions"
+                for name, request in self._scheduler.requests.items()
+            ],
+            "remembered": connector.num_remembered_requests,
+        }
+
     def encoder(self) -> dict[str, Any]:
         """Return what the connector of encoder outputs has counted, and how many blocks of its pool are in use."""
         side = self._scheduler.ec_connector.scheduler_side

@@ -981,6 +981,18 @@ class TestRefusedRequests:
         assert side.request_finished(request_, ([],)) == (False, {"load_error": refused["r"].reason})
         assert side.num_remembered_requests == 0
 
+    def test_a_load_that_failed_lets_others_free_their_blocks_first(self, side, request_):
+        """vLLM looks at no request behind one that finds too few free blocks."""
+        side.on_new_request(request_)
+        side.update_state_after_alloc(request_, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 24)
+        assert "r" in side.build_connector_meta().refused
+        ended = SimpleNamespace(finished_sending=None, finished_recving={"r"}, failed_recving={"r", "gone"})
+        side.update_connector_output(ended)
+        assert side.get_num_new_matched_tokens(request_, 0) == (None, False)
+        assert side.get_num_new_matched_tokens(request_, 0) == (0, False)
+        assert side.request_finished(request_, ([],)) == (False, None)
+        assert side.num_remembered_requests == 0
+
     def test_no_state_is_left_of_a_refused_request_that_was_aborted(self, side, request_):
         side.on_new_request(request_)
         request_.get_finished_reason = lambda: "abort"
