@@ -11,8 +11,8 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -150,7 +150,8 @@ class Performance:
         self._closing: list[asyncio.Task[Any]] = []
         self._answer: NodeAnswer | None = None  # a stream that is being read
         self._mover: asyncio.Task[None] | None = None  # of this stream, or of the one before, which moves
-        self._call: AsyncExitStack | None = None  # the request to the decode node that has answered
+        self._call: ExitStack | None = None  # the request to the decode node that has answered
+        self._open: list[Offer] = []  # offers that were opened, and not settled yet
         self._stream: web.StreamResponse | None = None
         self._whole: web.Response | None = None
         self._refusal: ApiError | None = None
@@ -165,29 +166,25 @@ class Performance:
         try:
             async with asyncio.timeout(limit_s or None) as limit:
                 await self._follow(exchange.begin())
-        except TimeoutError:
-            if not limit.expired():
+        except (ApiError, ConnectionError):
+            raise  # it ends the answer to several prompts, or the client has left
+        except Exception as error:
+            is_late = isinstance(error, TimeoutError) and limit.expired()
+            if not is_late:
+                logger.exception("%s: answering failed", exchange.request_id)
+            self._take_results()
+            if not (actions := exchange.failed(too_late(limit_s) if is_late else _bug(error))):
                 raise
-            await self._do_all(exchange.failed(too_late(limit_s)))
+            await self._do_all(actions)
         finally:
-            # What has come of a request, and was not looked at, may be an offer.
-            for event in [call.result() for call in self._calls.values() if _has_result(call)]:
-                self._note_all(event())
-            self._note_all(exchange.client_left())
-            self._end("prefill")
-            self._end("decode")
-            self._end_mover()
-            self._progress.ended()
-            if exchange.is_complete or self._whole is not None:
-                self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
-            if self._timeline.first_token_s is not None:
-                # What became of the placement's estimate, and what it was spent on, for `kvferry explain`.
-                current_span().set(ttft_s=self._timeline.first_token_s)
-                for part in self._timeline.first_token_parts():
-                    also = ", ".join(part.includes)
-                    current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
-            # Last, because a client that has the last byte may leave, which cancels what still waits here.
-            await asyncio.gather(*self._closing, return_exceptions=True)
+            try:
+                self._take_results()
+                self._note_all(exchange.client_left())
+            finally:
+                self._close()
+            # Last, because a client that has the last byte may leave, which cancels what still waits here. What is waited for ends
+            # all the same: it was cancelled before, and a second time could break off how it ends.
+            await asyncio.shield(asyncio.gather(*self._closing, return_exceptions=True))
         if self._refusal is not None:
             raise self._refusal
         response = self._stream if self._whole is None else self._whole
@@ -196,6 +193,31 @@ class Performance:
             self._timeline.failed(exchange.failure.status, str(exchange.failure))
         self._timeline.ended(response.status)
         return response
+
+    def _take_results(self) -> None:
+        """Take in what has come of requests to nodes, and was not looked at: it may be an offer."""
+        for role in [role for role, call in self._calls.items() if _has_result(call)]:
+            self._note_all(self._calls.pop(role).result()())
+
+    def _close(self) -> None:
+        """End everything, without waiting: a task that is cancelled before its first step never runs."""
+        for offer in tuple(
+            self._open
+        ):  # of an exchange that has failed before it could say what becomes of them
+            self._note_all([does.Settled(offer, self._exchange.decode, "unanswered"), does.Release(offer)])
+        self._end("prefill")
+        self._end("decode")
+        self._end_mover()
+        self._progress.ended()
+        if self._exchange.is_complete or self._whole is not None:
+            status = 200 if self._whole is None else self._whole.status
+            self._timeline.decode_ended(status, self._exchange.tail)
+        if self._timeline.first_token_s is not None:
+            # What became of the placement's estimate, and what it was spent on, for `kvferry explain`.
+            current_span().set(ttft_s=self._timeline.first_token_s)
+            for part in self._timeline.first_token_parts():
+                also = ", ".join(part.includes)
+                current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
 
     async def _follow(self, actions: Actions) -> None:
         await self._do_all(actions)
@@ -232,8 +254,10 @@ class Performance:
         services, exchange = self._services, self._exchange
         match action:
             case does.Opened(offer):
+                self._open.append(offer)
                 services.handoffs.opened(offer)
             case does.Settled(offer, decode, result):
+                self._open.remove(offer)
                 services.handoffs.settled(offer, decode, result)
             case does.Explained(offer, decode, error):
                 services.handoffs.explained(offer, decode, error)
@@ -286,7 +310,7 @@ class Performance:
             self._progress.answer_ended()
         if role == "decode" and (answered := self._call) is not None:
             self._answer = self._call = None
-            self._closing.append(asyncio.create_task(answered.aclose()))
+            answered.close()
 
     def _say(self, fact: Fact, why: Exception | None) -> None:
         metrics, request_id, node = self._services.metrics, self._exchange.request_id, self._exchange.decode
@@ -439,7 +463,8 @@ class Performance:
                 )
                 self._timeline.prefill_sent(node.url)
                 self._progress.prompt_asked(node.url)
-                async with self._asked("prefill_call", node, body) as answer:
+                with ExitStack() as stack:
+                    answer = await self._ask(stack, "prefill_call", node, body)
                     if answer.status != 200:
                         _raise_refusal(node, answer)
                     _require_not_aborted(node, answer)
@@ -500,11 +525,10 @@ class Performance:
         if not exchange.is_stream:
             self._progress.answer_began(node.url)
         try:
-            async with AsyncExitStack() as stack:
+            with ExitStack() as stack:
                 stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
                 path = None if action.after is None else action.after.path
-                asked = self._asked("decode_call", node, body, path)
-                answer = await stack.enter_async_context(asked)
+                answer = await self._ask(stack, "decode_call", node, body, path)
                 if _is_for_another(answer):
                     raise _failed(node, answer)
                 _require_not_aborted(node, answer)
@@ -578,32 +602,33 @@ class Performance:
         node.note_answered()
         return exchange.decode_ended()
 
-    @contextlib.asynccontextmanager
-    async def _asked(
-        self, name: str, node: UpstreamNode, body: Mapping[str, Any], path: str | None = None
-    ) -> AsyncIterator[NodeAnswer]:
-        """Send a request to a node. Leaving the block early aborts it.
-
-        Yields:
-            The answer, whole or with its first event.
+    async def _ask(
+        self,
+        stack: ExitStack,
+        name: str,
+        node: UpstreamNode,
+        body: Mapping[str, Any],
+        path: str | None = None,
+    ) -> NodeAnswer:
+        """Send a request to a node, and return its answer, whole or with its first event. Closing the stack aborts the request.
 
         Raises:
             NodeGoneError: The connection broke before that, or health checks found the node gone.
         """
         self._queue.end()
-        async with AsyncExitStack() as stack:
-            span = stack.enter_context(current_span().child(name))
-            span.set(node=node.url)
-            if isinstance(params := body.get("kv_transfer_params"), Mapping):
-                # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
-                body = {**body, "kv_transfer_params": traced_params(params, span)}
-            headers = {**self._exchange.headers, **span.headers}
-            async with node.exchange():
-                url = node.url + (path or self._exchange.path)
-                posted = self._services.session.post(url, json=body, headers=headers)
-                answer = NodeAnswer(await stack.enter_async_context(posted))
-                await answer.begin()
-            yield answer
+        span = stack.enter_context(current_span().child(name))
+        span.set(node=node.url)
+        if isinstance(params := body.get("kv_transfer_params"), Mapping):
+            # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
+            body = {**body, "kv_transfer_params": traced_params(params, span)}
+        headers = {**self._exchange.headers, **span.headers}
+        async with node.exchange():
+            url = node.url + (path or self._exchange.path)
+            response = await self._services.session.post(url, json=body, headers=headers)
+            stack.callback(response.close)
+            answer = NodeAnswer(response)
+            await answer.begin()
+        return answer
 
     # -- the client ----------------------------------------------------------------------------------
 
@@ -647,6 +672,10 @@ def too_late(limit_s: float) -> ApiError:
         f"the answer was not complete within {limit_s:g} s, the limit of the router's --answer-timeout-s"
     )
     return ApiError(504, message, kind="timeout_error", code="timeout")
+
+
+def _bug(error: Exception) -> ApiError:
+    return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
 
 
 async def send_error(request: web.Request, stream: web.StreamResponse, error: ApiError) -> None:
