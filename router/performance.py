@@ -29,7 +29,7 @@ from ..web.tracing import NO_SPAN, current_span, traced_params
 from . import exchange as does
 from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
-from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer, says_something
+from .exchange import ENGINE_ENDED, Action, Actions, Bookkeeping, Exchange, Fact, Offer, says_something
 from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
@@ -478,7 +478,7 @@ class Performance:
             alone = services.can_decode_alone(exchange.tried_decode, exchange.body)
             return partial(exchange.no_prefill_node, error, may_decode_alone=alone)
         except NodeGoneError as error:
-            return partial(exchange.prefill_lost, error)
+            return partial(exchange.prefill_lost, error, is_lost=error.is_lost)
         except ApiError as error:
             return partial(exchange.prefill_refused, error)
         if action.answer is not None:
@@ -536,7 +536,7 @@ class Performance:
                 self._call = stack.pop_all()
         except NodeGoneError as error:
             self._progress.answer_ended()
-            return partial(exchange.decode_lost, error)
+            return partial(exchange.decode_lost, error, is_lost=error.is_lost)
         return partial(self._answered, node, answer, abilities, move_as)
 
     def _answered(
@@ -595,7 +595,7 @@ class Performance:
             # A health check takes time, in which another node could go on with the answer.
             why = str(error) if exchange.beginning is not None else await error.explained()
             lost = f"the answer was lost in the middle: {why}"
-            return exchange.decode_broke(ApiError(502, lost, kind="server_error"))
+            return exchange.decode_broke(ApiError(502, lost, kind="server_error"), is_lost=error.is_lost)
         if events is not None:
             self._progress.tokens_came(len(events))
             return exchange.events_arrived(events)
@@ -701,17 +701,13 @@ def _raise_refusal(node: UpstreamNode, answer: NodeAnswer) -> NoReturn:
     raise _failed(node, answer)
 
 
-#: How a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
-_ENGINE_ENDED = "EngineCore encountered an issue"
-
-
 def _is_for_another(answer: NodeAnswer) -> bool:
     """Whether another decode node may give the answer that this one did not begin."""
     return answer.status in (429, 502, 503) or _has_ended(answer)
 
 
 def _has_ended(answer: NodeAnswer) -> bool:
-    return answer.status == 500 and _ENGINE_ENDED.encode() in answer.payload
+    return answer.status == 500 and ENGINE_ENDED in answer.payload
 
 
 def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
