@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import aiohttp
 from aiohttp import web
 
-from ..connector.p2p.params import REFUSED_TO_CONTINUE, draw_offer_name
+from ..connector.p2p.params import REFUSED_TO_CONTINUE, RELEASE_AS, draw_offer_name
 from ..connector.spans import PART, Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
@@ -453,9 +453,10 @@ class Performance:
         )
         try:
             async with choice as node:
+                name = draw_offer_name()
                 body = prefill_body(
                     exchange.body,
-                    wish=action.wish,
+                    wish=action.wish or {RELEASE_AS: name},
                     answer=None if action.answer is None else action.answer.params,
                     is_token_used=exchange.beginning is None
                     and chooser_of(self._facts(node)) is Chooser.PREFILL,
@@ -464,7 +465,15 @@ class Performance:
                 self._timeline.prefill_sent(node.url)
                 self._progress.prompt_asked(node.url)
                 with ExitStack() as stack:
-                    answer = await self._ask(stack, "prefill_call", node, body)
+                    try:
+                        answer = await self._ask(stack, "prefill_call", node, body)
+                    except (asyncio.CancelledError, NodeGoneError):
+                        if not action.wish:  # otherwise the exchange knows the offer's name, and releases it
+                            # Its answer may be on its way, and nothing reads it any more.
+                            services.handoffs.release(
+                                services.session, exchange, Offer(node, {RELEASE_AS: name})
+                            )
+                        raise
                     if answer.status != 200:
                         _raise_refusal(node, answer)
                     _require_not_aborted(node, answer)

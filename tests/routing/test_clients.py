@@ -142,9 +142,24 @@ def cancelled_at(
 
 @dataclass
 class Counting:
-    """A prefill node and a decode node, which count their requests that run."""
+    """A prefill node and a decode node, which count their requests that run, and the offers that they hold.
+
+    Attributes:
+        made, over: Names of offers that were made; and that were loaded or released.
+    """
 
     num_running: int = 0
+    made: set[str] = field(default_factory=set)
+    over: set[str] = field(default_factory=set)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_running + len(self.made - self.over)
+
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        params = (await request.json())["kv_transfer_params"]
+        self.over.add(params.get("release_as") or params["name"])
+        return web.Response()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.num_running += 1
@@ -154,8 +169,11 @@ class Counting:
             self.num_running -= 1
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            return web.json_response({"choices": [], "kv_transfer_params": PARAMS})
+        params = body["kv_transfer_params"]
+        if params.get("do_remote_decode"):
+            self.made.add(name := params["release_as"])
+            return web.json_response({"choices": [], "kv_transfer_params": {**PARAMS, "name": name}})
+        self.over.add(params["name"])
         if not body.get("stream"):
             return web.json_response({"choices": []})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -211,7 +229,7 @@ async def test_a_request_that_is_cancelled_at_any_await_leaves_nothing(
             held = sum(one["in_flight"] + one["offers"] for one in report["nodes"])
             left = [repr(task.get_coro()) for task in asyncio.all_tasks()]
             own = [one for one in left if "Performance" in one or "MergedAnswer" in one]
-            return held == node.num_running == len(own) == 0
+            return held == node.num_held == len(own) == 0
 
         while num_passed >= moments.start:  # until a request ends before it would be cancelled
             moments = range(moments.start + 1, moments.start + 1 + num_cancels)

@@ -133,6 +133,7 @@ async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() 
         n=3,
     )
     (body,) = prefill.bodies
+    assert len(body["kv_transfer_params"].pop("release_as")) == 32
     assert body == {
         "prompt": "p",
         "max_tokens": 1,
