@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..connector.p2p.params import RENDEZVOUS
-from ..web.errors import ApiError
+from ..web.errors import ApiError, unavailable
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event, Filter
 from .beginnings import Beginning, OtherTokenError, take_token_ids
@@ -47,6 +47,11 @@ Fact = Literal[
     "answer moved",
     "answer stopped",
 ]
+#: The router gives up a request after it has lost this many nodes, because the request may crash them. Three, and not one, because
+#: nodes also fail by themselves, and a request that moves to another node should survive that.
+MAX_LOST = 3
+#: How a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
+ENGINE_ENDED = b"EngineCore encountered an issue"
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
 #: The router's own: where the prompt was computed, and the estimates behind that.
@@ -302,6 +307,7 @@ class Exchange:
         moved_from: The node that has stopped the answer last, so that another one goes on with it. It is the last resort, because it
             still has the cache. None: no node has.
         failure: What ended the answer. None if nothing did.
+        lost: Why each node was lost that had the request then, of both roles and over all attempts.
         is_complete: The client has been sent the end of a stream, so that it may leave.
         tail: The last events of the stream with a report of the node: figures, or an error.
     """
@@ -330,6 +336,7 @@ class Exchange:
         self.beginning: Beginning | None = None
         self.moved_from: UpstreamNode | None = None
         self.failure: ApiError | None = None
+        self.lost: list[Exception] = []
         self.is_complete = False
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
         self._explain = explain
@@ -446,9 +453,15 @@ class Exchange:
             return [Opened(offer), *self._end_with(first, offer)]
         return [Opened(offer), ChooseDecode()]
 
-    def prefill_lost(self, error: Exception) -> Actions:
-        """Go on without a prefill node that failed; another one may succeed."""
+    def prefill_lost(self, error: Exception, *, is_lost: bool = False) -> Actions:
+        """Go on without a prefill node that failed; another one may succeed.
+
+        Args:
+            is_lost: The node was lost while it had the request, which may be why.
+        """
         self._prefill_runs = False
+        if self._is_one_too_many(error, is_lost) and self.state in (State.RENDEZVOUS, State.PREFILLING):
+            return self._give_up(Note("prefill lost", error))
         if self.state is State.RENDEZVOUS:
             self.may_ask_both = False
             # A decode node that was only waiting for the prefill may be asked again.
@@ -503,9 +516,15 @@ class Exchange:
             return self._again(Note("decode lost", error))
         return self._fail(self._in_the_middle(error))
 
-    def decode_lost(self, error: Exception) -> Actions:
-        """Begin again without a decode node that failed before its answer: the offer is gone with it."""
+    def decode_lost(self, error: Exception, *, is_lost: bool = False) -> Actions:
+        """Begin again without a decode node that failed before its answer: the offer is gone with it.
+
+        Args:
+            is_lost: As of `prefill_lost`.
+        """
         self._decode_runs = False
+        if self._is_one_too_many(error, is_lost):
+            return self._give_up(Note("decode lost", error))
         return self._without_answer(error)
 
     def _without_answer(self, error: Exception) -> Actions:
@@ -561,7 +580,8 @@ class Exchange:
             actions += self._keep(params) if params is not None else []
         for event in own:
             if why := self._heard.objection(event) or self._error_to_move_for(event):
-                return [*actions, *self._sent(sent), *self._broke_off(why)]
+                actions += self._sent(sent)
+                return actions + self._broke_off(why, is_lost=ENGINE_ENDED in event.raw)
             if self.beginning is not None and (stop := stop_of(event)) is not None:
                 event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
@@ -630,23 +650,42 @@ class Exchange:
         self._move(State.MOVING)
         return [note, *ends, Opened(self.offer), ChooseDecode()]
 
-    def decode_broke(self, error: ApiError) -> Actions:
-        """Let another node go on with an answer whose node was lost in the middle; end it if none can."""
+    def decode_broke(self, error: ApiError, *, is_lost: bool = False) -> Actions:
+        """Let another node go on with an answer whose node was lost in the middle; end it if none can.
+
+        Args:
+            is_lost: As of `prefill_lost`.
+        """
         if self._heard.is_over:
             return self._end_of_lost(error)
         if self.beginning is None:
             return self._fail(error)
+        if self._is_one_too_many(error, is_lost):
+            return self._give_up(Note("decode lost", error))
         # In a rendezvous a node chooses the first token itself.
         self.may_ask_both = False
         return self._again(Note("answer moved", error))
 
-    def _broke_off(self, why: str) -> Actions:
+    def _broke_off(self, why: str, *, is_lost: bool = False) -> Actions:
         when = "in the middle" if self._heard.has_said or self._goes_on else "before its first token"
-        return [self._gave_up(why), *self.decode_broke(_lost(why, when))]
+        return [self._gave_up(why), *self.decode_broke(_lost(why, when), is_lost=is_lost)]
 
     def _gave_up(self, why: str) -> GaveUp:
         assert self.decode is not None, "it has answered"
         return GaveUp(self.decode, why)
+
+    def _is_one_too_many(self, error: Exception, is_lost: bool) -> bool:
+        """Count a loss, and say whether the request may be what ends its nodes."""
+        self.lost += [error] if is_lost else []
+        # Two nodes that have the last attempt could both be lost.
+        self.may_ask_both = self.may_ask_both and len(self.lost) < MAX_LOST - 1
+        return len(self.lost) >= MAX_LOST
+
+    def _give_up(self, note: Note) -> Actions:
+        """End a request that may be what ends its nodes, before it ends another one."""
+        message = f"{len(self.lost)} nodes were lost while they had this request: no other one gets it"
+        error = unavailable(f"{message} ({'; '.join(map(str, self.lost))})", retry_after_s=None)
+        return [note, *self._fail(self._in_the_middle(error))]
 
     def _end_of_lost(self, error: ApiError) -> Actions:
         """End an answer whose node was lost after the last token, with the counts that the client waits for."""

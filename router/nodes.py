@@ -41,9 +41,6 @@ logger = logging.getLogger(__name__)
 RECHECK_S = 1.0
 #: How long a client's error waits for the result of a fresh check.
 CAUSE_WAIT_S = 2.0
-#: The router gives up a request after it has lost this many nodes of a role, because the request may crash them. Three, and not
-#: one, because nodes also fail by themselves, and a request that moves to another node should survive that.
-MAX_LOST = 3
 #: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
 #: Fields in which two nodes may differ that hand over.
@@ -656,9 +653,6 @@ class NodePool:
     def _candidates(
         self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
     ) -> list[UpstreamNode]:
-        # Here, because every choice of a node passes through: also those of a stream that moves.
-        if _num_lost(tried) >= MAX_LOST:
-            return []
         usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
         return [node for node in usable if node not in tried and may_use(node)]
 
@@ -671,10 +665,6 @@ class NodePool:
             return NoNodeError(
                 f"no {self.role} node can take the request: the router knows no {self.role} node"
             )
-        if (num_lost := _num_lost(tried)) >= MAX_LOST:
-            what = f"{num_lost} {self.role} nodes were lost while they had this request: no other one gets it"
-            reasons = [str(error) for error in tried.values() if error is not None]
-            return NoNodeError(f"{what} ({'; '.join(reasons)})", retry_after_s=None)
         reasons = await asyncio.gather(*(_why_not(node, tried, body) for node in self.nodes))
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
 
@@ -687,10 +677,6 @@ def _chosen(
     share = bound({node.url: node.in_flight for node in equals}, LOAD_FACTOR)
     known = (node for node in equals if node.url == preferred and node.in_flight < share)
     return next(known, None) or policy.choose(equals, body)
-
-
-def _num_lost(tried: Tried) -> int:
-    return sum(error is not None and error.is_lost for error in tried.values())
 
 
 def _had_request(error: Exception) -> bool:

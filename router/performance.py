@@ -11,8 +11,8 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import aiohttp
 from aiohttp import web
 
-from ..connector.p2p.params import REFUSED_TO_CONTINUE, draw_offer_name
+from ..connector.p2p.params import REFUSED_TO_CONTINUE, RELEASE_AS, draw_offer_name
 from ..connector.spans import PART, Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
@@ -30,7 +30,7 @@ from . import exchange as does
 from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
 from .endings import choices_of, objection_to
-from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
+from .exchange import ENGINE_ENDED, Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
@@ -151,7 +151,8 @@ class Performance:
         self._closing: list[asyncio.Task[Any]] = []
         self._answer: NodeAnswer | None = None  # a stream that is being read
         self._mover: asyncio.Task[None] | None = None  # of this stream, or of the one before, which moves
-        self._call: AsyncExitStack | None = None  # the request to the decode node that has answered
+        self._call: ExitStack | None = None  # the request to the decode node that has answered
+        self._open: list[Offer] = []  # offers that were opened, and not settled yet
         self._stream: web.StreamResponse | None = None
         self._whole: web.Response | None = None
         self._refusal: ApiError | None = None
@@ -166,29 +167,25 @@ class Performance:
         try:
             async with asyncio.timeout(limit_s or None) as limit:
                 await self._follow(exchange.begin())
-        except TimeoutError:
-            if not limit.expired():
+        except (ApiError, ConnectionError):
+            raise  # it ends the answer to several prompts, or the client has left
+        except Exception as error:
+            is_late = isinstance(error, TimeoutError) and limit.expired()
+            if not is_late:
+                logger.exception("%s: answering failed", exchange.request_id)
+            self._take_results()
+            if not (actions := exchange.failed(too_late(limit_s) if is_late else _bug(error))):
                 raise
-            await self._do_all(exchange.failed(too_late(limit_s)))
+            await self._do_all(actions)
         finally:
-            # What has come of a request, and was not looked at, may be an offer.
-            for event in [call.result() for call in self._calls.values() if _has_result(call)]:
-                self._note_all(event())
-            self._note_all(exchange.client_left())
-            self._end("prefill")
-            self._end("decode")
-            self._end_mover()
-            self._progress.ended()
-            if exchange.is_complete or self._whole is not None:
-                self._timeline.decode_ended(200 if self._whole is None else self._whole.status, exchange.tail)
-            if self._timeline.first_token_s is not None:
-                # What became of the placement's estimate, and what it was spent on, for `kvferry explain`.
-                current_span().set(ttft_s=self._timeline.first_token_s)
-                for part in self._timeline.first_token_parts():
-                    also = ", ".join(part.includes)
-                    current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
-            # Last, because a client that has the last byte may leave, which cancels what still waits here.
-            await asyncio.gather(*self._closing, return_exceptions=True)
+            try:
+                self._take_results()
+                self._note_all(exchange.client_left())
+            finally:
+                self._close()
+            # Last, because a client that has the last byte may leave, which cancels what still waits here. What is waited for ends
+            # all the same: it was cancelled before, and a second time could break off how it ends.
+            await asyncio.shield(asyncio.gather(*self._closing, return_exceptions=True))
         if self._refusal is not None:
             raise self._refusal
         response = self._stream if self._whole is None else self._whole
@@ -197,6 +194,31 @@ class Performance:
             self._timeline.failed(exchange.failure.status, str(exchange.failure))
         self._timeline.ended(response.status)
         return response
+
+    def _take_results(self) -> None:
+        """Take in what has come of requests to nodes, and was not looked at: it may be an offer."""
+        for role in [role for role, call in self._calls.items() if _has_result(call)]:
+            self._note_all(self._calls.pop(role).result()())
+
+    def _close(self) -> None:
+        """End everything, without waiting: a task that is cancelled before its first step never runs."""
+        for offer in tuple(
+            self._open
+        ):  # of an exchange that has failed before it could say what becomes of them
+            self._note_all([does.Settled(offer, self._exchange.decode, "unanswered"), does.Release(offer)])
+        self._end("prefill")
+        self._end("decode")
+        self._end_mover()
+        self._progress.ended()
+        if self._exchange.is_complete or self._whole is not None:
+            status = 200 if self._whole is None else self._whole.status
+            self._timeline.decode_ended(status, self._exchange.tail)
+        if self._timeline.first_token_s is not None:
+            # What became of the placement's estimate, and what it was spent on, for `kvferry explain`.
+            current_span().set(ttft_s=self._timeline.first_token_s)
+            for part in self._timeline.first_token_parts():
+                also = ", ".join(part.includes)
+                current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
 
     async def _follow(self, actions: Actions) -> None:
         await self._do_all(actions)
@@ -235,8 +257,10 @@ class Performance:
             case does.GaveUp(node, reason):
                 self._gave_up(node, reason)
             case does.Opened(offer):
+                self._open.append(offer)
                 services.handoffs.opened(offer)
             case does.Settled(offer, decode, result):
+                self._open.remove(offer)
                 services.handoffs.settled(offer, decode, result)
             case does.Explained(offer, decode, error):
                 services.handoffs.explained(offer, decode, error)
@@ -289,7 +313,7 @@ class Performance:
             self._progress.answer_ended()
         if role == "decode" and (answered := self._call) is not None:
             self._answer = self._call = None
-            self._closing.append(asyncio.create_task(answered.aclose()))
+            answered.close()
 
     def _gave_up(self, node: UpstreamNode, reason: str) -> None:
         tried = self._exchange.tried_decode
@@ -438,9 +462,10 @@ class Performance:
         )
         try:
             async with choice as node:
+                name = draw_offer_name()
                 body = prefill_body(
                     exchange.body,
-                    wish=action.wish,
+                    wish=action.wish or {RELEASE_AS: name},
                     answer=None if action.answer is None else action.answer.params,
                     is_token_used=exchange.beginning is None
                     and chooser_of(self._facts(node)) is Chooser.PREFILL,
@@ -448,7 +473,16 @@ class Performance:
                 )
                 self._timeline.prefill_sent(node.url)
                 self._progress.prompt_asked(node.url)
-                async with self._asked("prefill_call", node, body) as answer:
+                with ExitStack() as stack:
+                    try:
+                        answer = await self._ask(stack, "prefill_call", node, body)
+                    except (asyncio.CancelledError, NodeGoneError):
+                        if not action.wish:  # otherwise the exchange knows the offer's name, and releases it
+                            # Its answer may be on its way, and nothing reads it any more.
+                            services.handoffs.release(
+                                services.session, exchange, Offer(node, {RELEASE_AS: name})
+                            )
+                        raise
                     if answer.status != 200:
                         _raise_refusal(node, answer)
                     if objection := objection_to(answer.payload, answer.content):
@@ -463,7 +497,7 @@ class Performance:
             alone = services.can_decode_alone(exchange.tried_decode, exchange.body)
             return partial(exchange.no_prefill_node, error, may_decode_alone=alone)
         except NodeGoneError as error:
-            return partial(exchange.prefill_lost, error)
+            return partial(exchange.prefill_lost, error, is_lost=error.is_lost)
         except ApiError as error:
             return partial(exchange.prefill_refused, error)
         if action.answer is not None:
@@ -510,18 +544,17 @@ class Performance:
         if not exchange.is_stream:
             self._progress.answer_began(node.url)
         try:
-            async with AsyncExitStack() as stack:
+            with ExitStack() as stack:
                 stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
                 path = None if action.after is None else action.after.path
-                asked = self._asked("decode_call", node, body, path)
-                answer = await stack.enter_async_context(asked)
+                answer = await self._ask(stack, "decode_call", node, body, path)
                 if _is_for_another(answer):
                     raise _failed(node, answer)
                 _require_continued(node, answer)
                 self._call = stack.pop_all()
         except NodeGoneError as error:
             self._progress.answer_ended()
-            return partial(exchange.decode_lost, error)
+            return partial(exchange.decode_lost, error, is_lost=error.is_lost)
         return partial(self._answered, node, answer, abilities, move_as)
 
     def _answered(
@@ -580,7 +613,7 @@ class Performance:
             # A health check takes time, in which another node could go on with the answer.
             why = str(error) if exchange.beginning is not None else await error.explained()
             lost = f"the answer was lost in the middle: {why}"
-            return exchange.decode_broke(ApiError(502, lost, kind="server_error"))
+            return exchange.decode_broke(ApiError(502, lost, kind="server_error"), is_lost=error.is_lost)
         if events is not None:
             self._progress.tokens_came(len(events))
             return exchange.events_arrived(events)
@@ -589,32 +622,33 @@ class Performance:
             node.note_answered()
         return actions
 
-    @contextlib.asynccontextmanager
-    async def _asked(
-        self, name: str, node: UpstreamNode, body: Mapping[str, Any], path: str | None = None
-    ) -> AsyncIterator[NodeAnswer]:
-        """Send a request to a node. Leaving the block early aborts it.
-
-        Yields:
-            The answer, whole or with its first event.
+    async def _ask(
+        self,
+        stack: ExitStack,
+        name: str,
+        node: UpstreamNode,
+        body: Mapping[str, Any],
+        path: str | None = None,
+    ) -> NodeAnswer:
+        """Send a request to a node, and return its answer, whole or with its first event. Closing the stack aborts the request.
 
         Raises:
             NodeGoneError: The connection broke before that, or health checks found the node gone.
         """
         self._queue.end()
-        async with AsyncExitStack() as stack:
-            span = stack.enter_context(current_span().child(name))
-            span.set(node=node.url)
-            if isinstance(params := body.get("kv_transfer_params"), Mapping):
-                # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
-                body = {**body, "kv_transfer_params": traced_params(params, span)}
-            headers = {**self._exchange.headers, **span.headers}
-            async with node.exchange():
-                url = node.url + (path or self._exchange.path)
-                posted = self._services.session.post(url, json=body, headers=headers)
-                answer = NodeAnswer(await stack.enter_async_context(posted))
-                await answer.begin()
-            yield answer
+        span = stack.enter_context(current_span().child(name))
+        span.set(node=node.url)
+        if isinstance(params := body.get("kv_transfer_params"), Mapping):
+            # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
+            body = {**body, "kv_transfer_params": traced_params(params, span)}
+        headers = {**self._exchange.headers, **span.headers}
+        async with node.exchange():
+            url = node.url + (path or self._exchange.path)
+            response = await self._services.session.post(url, json=body, headers=headers)
+            stack.callback(response.close)
+            answer = NodeAnswer(response)
+            await answer.begin()
+        return answer
 
     # -- the client ----------------------------------------------------------------------------------
 
@@ -660,6 +694,10 @@ def too_late(limit_s: float) -> ApiError:
     return ApiError(504, message, kind="timeout_error", code="timeout")
 
 
+def _bug(error: Exception) -> ApiError:
+    return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
+
+
 async def send_error(request: web.Request, stream: web.StreamResponse, error: ApiError) -> None:
     """End a stream with an error."""
     with contextlib.suppress(TimeoutError):
@@ -683,17 +721,13 @@ def _raise_refusal(node: UpstreamNode, answer: NodeAnswer) -> NoReturn:
     raise _failed(node, answer)
 
 
-#: How a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
-_ENGINE_ENDED = "EngineCore encountered an issue"
-
-
 def _is_for_another(answer: NodeAnswer) -> bool:
     """Whether another decode node may give the answer that this one did not begin."""
     return answer.status in (429, 502, 503) or _has_ended(answer)
 
 
 def _has_ended(answer: NodeAnswer) -> bool:
-    return answer.status == 500 and _ENGINE_ENDED.encode() in answer.payload
+    return answer.status == 500 and ENGINE_ENDED in answer.payload
 
 
 def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:

@@ -5,6 +5,7 @@ Every failure is an error of aiohttp's client, as a broken connection is, so tha
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from ..web.sse import Event, EventTooLongError, Splitter
 MAX_ANSWER_BYTES = 64 << 20
 #: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
 MAX_FIRST_EVENT_BYTES = 1 << 20
+#: No vocabulary has ids of so many digits, and Python does not convert a text of thousands of digits.
+_NO_TOKEN_ID = re.compile(rb'"token_ids":\s*\[[\d,\s]*\d{20}')
 
 
 class TooLongError(aiohttp.ClientPayloadError):
@@ -121,15 +124,17 @@ class NodeAnswer:
         """Return the next events of a stream, which may be none yet. None: it has ended.
 
         Raises:
-            aiohttp.ClientError: See `begin`.
+            aiohttp.ClientError: See `begin`; or an event is none of an answer.
         """
-        if not (chunk := await self.response.content.readany()):
-            return self.rest() or None
+        chunk = await self.response.content.readany()
         self._num_bytes += len(chunk)
         try:
-            return self._splitter.add(chunk)
+            events = self._splitter.add(chunk) if chunk else self.rest()
         except EventTooLongError:
             raise TooLongError("an event", MAX_ANSWER_BYTES) from None
+        if any(_NO_TOKEN_ID.search(event.raw) for event in events):
+            raise NoAnswerError("sent a token id of more than 19 digits")
+        return events if chunk else events or None
 
     def rest(self) -> list[Event]:
         """Return the last event, if all of it has arrived but the empty line after it. Half an event is none."""

@@ -43,7 +43,7 @@ class MergedAnswer:
         self._usage: dict[str, Any] = {}
         self._closing: Mapping[str, Any] | None = None
         self._stream: web.StreamResponse | None = None
-        self._begun: asyncio.Future[Any]
+        self._beginning = asyncio.Lock()
 
     async def answer(self, num_prompts: int, answer_one: AnswerOne, limit_s: float) -> web.StreamResponse:
         """Answer all prompts.
@@ -95,7 +95,8 @@ class MergedAnswer:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # A client that leaves now must not cancel a second time what was cancelled above.
+            await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
 
     async def _fail(self, error: ApiError) -> web.StreamResponse:
         if self._stream is None:
@@ -147,13 +148,14 @@ class MergedAnswer:
 
     async def _send(self, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
         if self._stream is None:
-            # Before anything waits: the parts run at the same time, and only one of them may begin the stream.
-            stream = web.StreamResponse(
-                headers={**(headers or {}), **self._headers, "Cache-Control": "no-cache"}
-            )
-            self._begun = asyncio.ensure_future(stream.prepare(self._request))
-            self._stream = stream
-        await asyncio.shield(self._begun)
+            async with (
+                self._beginning
+            ):  # the parts run at the same time, and only one of them may begin the stream
+                if self._stream is None:
+                    named = {**(headers or {}), **self._headers, "Cache-Control": "no-cache"}
+                    stream = web.StreamResponse(headers=named)
+                    await stream.prepare(self._request)
+                    self._stream = stream
         await self._stream.write(Event(b"data: " + json.dumps(content).encode() + b"\n\n").raw)
 
 

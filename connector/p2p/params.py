@@ -22,6 +22,10 @@ Each offer of such a node has the digest as well, unless the request has an adap
 ends with the first token of the answer, the router sends the digest of the node that chose this token, as
 `"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
 
+A router that hangs up on a prefill node does not know whether the node has made the offer, nor what it is. So it may send
+`"release_as": NAME` with `"do_remote_decode": true`, where NAME is 32 hexadecimal digits that nothing can guess. Another request with
+`"do_release": true` and the same name releases the offer, or what would become it.
+
 A router may have a running answer *moved*: it sends the request with `"continues": {..., "move_as": NAME}`, where NAME is 32
 hexadecimal digits that nothing can guess, and later another request to the same node, with `"move": NAME`. The node then stops the
 answer after its next token, offers the cache of prompt and answer, and says so at the end of the stream: a reference node by the
@@ -73,6 +77,8 @@ TRACEPARENT = "traceparent"
 
 #: Key of the name of a rendezvous, and of a node's answer that it can do this.
 RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
+#: Key of the name by which a router releases an offer of which it has not heard.
+RELEASE_AS = "release_as"
 #: Key of the digest of what decides a node's answers, and of the fields that it was made from.
 IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
 #: Key of the first token of an answer, after which a decode node is to continue.
@@ -216,6 +222,7 @@ class _Flags:
     explain: Annotated[str | None, _name] = None
     continues: Annotated[tuple[str, str] | None, _beginning] = None
     move: Annotated[str | None, _rendezvous_name] = None
+    release_as: Annotated[str | None, _rendezvous_name] = None
 
 
 _OFFER, _RENDEZVOUS, _NAME, _FLAGS = Record(_OfferParams), Record(_Rendezvous), Record(_Name), Record(_Flags)
@@ -234,6 +241,8 @@ class TransferWish:
             is 0: the prompt decides.
         num_loads: Loads after which the offered result is over.
         release: An offer of this node that no further consumer will claim.
+        release_named: The same by the name that its request had as `release_as`; empty: none.
+        release_as: The name by which a router may release the offered result; empty: none.
         rendezvous: The name under which to offer the result, while the prompt is still being computed where that is possible;
             empty: the node names the offer.
         offer_answer: Offer the blocks of prompt and answer when the request has finished, where the node does that. None: if
@@ -251,6 +260,8 @@ class TransferWish:
     num_loads: int = 1
     load_from: RemoteOffer | None = None
     release: RemoteOffer | None = None
+    release_named: str = ""
+    release_as: str = ""
     rendezvous: str = ""
     offer_answer: bool | None = None
     answer_of: str = ""
@@ -283,7 +294,8 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         raise invalid_params(f"{why}neither load nor offer", "do_release", True)
     is_rendezvous = params.get(RENDEZVOUS) is not None  # vLLM's proxies send null for what they do not set
     offer = None
-    if flags.do_remote_prefill or flags.do_release:
+    release_as = flags.release_as or ""
+    if flags.do_remote_prefill or (flags.do_release and not release_as):
         offer = _rendezvous(params) if is_rendezvous else _remote_offer(params)
     # A request that loads by one name and offers by another would need two, so the name is that of the load.
     name = (
@@ -299,6 +311,8 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         rendezvous=name,
         load_from=offer if flags.do_remote_prefill else None,
         release=offer if flags.do_release else None,
+        release_named=release_as if flags.do_release else "",
+        release_as=release_as if flags.do_remote_decode else "",
         offer_answer=flags.offer_answer,
         answer_of=flags.answer_of or "",
         describe=flags.describe,

@@ -93,6 +93,8 @@ class _OwnOffer:
         name: Of a rendezvous; empty: it is none. Only an offer with a name may be opened while the prompt is still computed.
         guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
         num_loads: Loads after which it is over.
+        release_as: The name by which the router may release it; empty: none.
+        is_released: The router has done so before it was made, so it is not made any more.
         is_answer: Whether it is of prompt and answer, for the prefill node of the conversation's next turn.
         only_moved: The same, but only for a node that goes on with the answer, if it is stopped.
     """
@@ -102,6 +104,8 @@ class _OwnOffer:
     name: str = ""
     guard_value: int = 0
     num_loads: int = 1
+    release_as: str = ""
+    is_released: bool = False
     is_answer: bool = False
     only_moved: bool = False
 
@@ -261,6 +265,9 @@ class HandoffScheduler(SchedulerHalf):
         if wish.answer_of or wish.describe:
             self._questions[request_id] = wish
             return
+        if wish.release_named:
+            self._release_named(wish.release_named)
+            return
         if wish.release is not None:
             if self._is_ours(wish.release):
                 self._releases.append((wish.release.request_id, wish.release.lease))
@@ -277,7 +284,8 @@ class HandoffScheduler(SchedulerHalf):
             claim = replace(wish.load_from, num_tokens=num_tokens, content=content)
         if wish.offer_result:
             content = content_digest(request, request.num_prompt_tokens)
-            offer = _OwnOffer(self._numbers.draw(), content, num_loads=wish.num_loads)
+            named = wish.release_as
+            offer = _OwnOffer(self._numbers.draw(), content, num_loads=wish.num_loads, release_as=named)
             if wish.rendezvous:
                 self._use_name(wish.rendezvous)
                 lease = rendezvous_lease(wish.rendezvous)
@@ -498,7 +506,8 @@ class HandoffScheduler(SchedulerHalf):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer a finished request's blocks, or withdraw the announcement if they cannot be offered."""
         try:
-            offer = self._name_offer(request, own.lease, tables) if self._can_offer(request) else None
+            can_offer = not own.is_released and self._can_offer(request)
+            offer = self._name_offer(request, own.lease, tables) if can_offer else None
         except KVTransferStateError:
             self._withdraw(record, own)
             self._move(record, RequestState.ENDED)
@@ -635,6 +644,17 @@ class HandoffScheduler(SchedulerHalf):
         else:
             orders.withdrawal = own.lease
 
+    def _release_named(self, name: str) -> None:
+        """Release an offer of which the router has not heard. Unknown names are ignored: its request was refused or has ended."""
+        for record in self._requests.values():
+            own = record.offer
+            if own is None or own.release_as != name:
+                continue
+            if record.state is RequestState.OFFERED:
+                self._releases.append((record.request_id, own.lease))
+            else:  # the end of its request may be on its way to the engine, and may come too late to abort it
+                record.offer = replace(own, is_released=True)
+
     def _use_name(self, name: str) -> None:
         """Note that a request offers by this name of a rendezvous.
 
@@ -715,6 +735,7 @@ class HandoffScheduler(SchedulerHalf):
             load_from=wish.load_from if may_load else None,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
             num_loads=wish.num_loads if self._config.is_kv_producer else 1,
+            release_as=wish.release_as if self._config.is_kv_producer else "",
         )
         if allowed != wish:
             key = "do_remote_decode"

@@ -33,6 +33,16 @@ def test_a_prefill_request_asks_for_an_offer() -> None:
     assert parse_transfer_params({"do_remote_decode": True}) == TransferWish(offer_result=True)
 
 
+def test_a_router_names_an_offer_to_release_it_later() -> None:
+    name = "5" * 32
+    assert parse_transfer_params({"do_remote_decode": True, "release_as": name}).release_as == name
+    assert parse_transfer_params({"do_release": True, "release_as": name}) == TransferWish(release_named=name)
+    for malformed in ("", "5", 5, "g" * 32):
+        with pytest.raises(InvalidTransferParamsError) as caught:
+            parse_transfer_params({"do_release": True, "release_as": malformed})
+        assert caught.value.key == "release_as"
+
+
 def test_an_offer_may_be_for_several_loads() -> None:
     assert parse_transfer_params({"do_remote_decode": True, "num_loads": 3}).num_loads == 3
     assert parse_transfer_params({"do_remote_decode": True}).num_loads == 1

@@ -134,6 +134,36 @@ class TestProducer:
         producer.on_new_request(Request("router-3", 1, {**release, "remote_epoch": "7"}))
         assert producer.build_connector_meta() == HandoffMetadata(releases=(("p-1", lease),))
 
+    def test_a_router_can_release_an_offer_of_which_it_has_not_heard(self) -> None:
+        producer, name = scheduler(), "5" * 32
+        wish = {**OFFER_PARAMS, "release_as": name}
+        producer.on_new_request(Request("p-1", 10, wish))
+        lease = orders_of(producer.build_connector_meta(), "announcement")["p-1"].lease
+        is_held, _ = producer.request_finished(Request("p-1", 10, wish, 10, "length"), [[7, 8, 9]])
+        assert is_held
+        producer.build_connector_meta()
+        for number, known in enumerate((name, "6" * 32)):
+            release = {"do_release": True, "release_as": known}
+            producer.on_new_request(Request(f"router-{number}", 1, release))
+        assert producer.build_connector_meta() == HandoffMetadata(releases=(("p-1", lease),))
+
+    def test_an_offer_that_is_released_before_it_is_made_is_not_made(self) -> None:
+        """The engine may learn only later, or too late, that the request's connection was closed."""
+        producer, name = scheduler(), "5" * 32
+        wish = {**OFFER_PARAMS, "release_as": name}
+        producer.on_new_request(Request("p-1", 10, wish))
+        lease = orders_of(producer.build_connector_meta(), "announcement")["p-1"].lease
+        producer.on_new_request(Request("router-1", 1, {"do_release": True, "release_as": name}))
+        finished = Request("p-1", 10, wish, 10, "length")
+        assert producer.request_finished(finished, [[7, 8, 9]]) == (False, None)
+        assert producer.build_connector_meta() == ordered("p-1", withdrawal=lease)
+        assert producer.num_requests == 0
+
+    def test_a_node_that_makes_no_offers_ignores_the_name_of_one(self) -> None:
+        consumer = scheduler("kv_consumer")
+        consumer.on_new_request(Request("p-1", 10, {**OFFER_PARAMS, "release_as": "5" * 32}))
+        assert consumer.num_requests == 0
+
     def test_a_release_does_nothing_else(self) -> None:
         _, params = run_producer(scheduler())
         with pytest.raises(InvalidTransferParamsError, match="do_release"):

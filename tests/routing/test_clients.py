@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Awaitable, Callable, Container, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
+from kvferry.router.app import Router
+from kvferry.router.performance import Performance
 from tests.support.fake_nodes import let_rendezvous, routed
 
 DEADLINE_S = 20.0
@@ -109,3 +112,131 @@ async def post(client: TestClient[Any, Any], body: dict[str, Any], *, is_cut: bo
     writer.write(head.encode() + (raw[:5] if is_cut else raw))
     await writer.drain()
     return writer
+
+
+# -- a handler that is cancelled at every await --------------------------------------------------------
+
+
+@types.coroutine
+def cancelled_at(
+    moments: Container[int], coroutine: Coroutine[Any, Any, Any], passed: list[int]
+) -> Generator[Any, Any, Any]:
+    """Run a coroutine, and cancel its task at these of its suspensions. Notes each suspension in `passed`."""
+    go_on: Callable[[Any], Any] = coroutine.send
+    value: Any = None
+    while True:
+        try:
+            awaited = go_on(value)
+        except StopIteration as end:
+            return end.value
+        passed.append(len(passed) + 1)
+        if passed[-1] in moments:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        try:
+            value, go_on = (yield awaited), coroutine.send
+        except BaseException as error:  # noqa: BLE001 - the coroutine decides what becomes of it
+            value, go_on = error, coroutine.throw
+
+
+@dataclass
+class Counting:
+    """A prefill node and a decode node, which count their requests that run, and the offers that they hold.
+
+    Attributes:
+        made, over: Names of offers that were made; and that were loaded or released.
+    """
+
+    num_running: int = 0
+    made: set[str] = field(default_factory=set)
+    over: set[str] = field(default_factory=set)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_running + len(self.made - self.over)
+
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        params = (await request.json())["kv_transfer_params"]
+        self.over.add(params.get("release_as") or params["name"])
+        return web.Response()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.num_running += 1
+        try:
+            return await self._answer(request, await request.json())
+        finally:
+            self.num_running -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        params = body["kv_transfer_params"]
+        if params.get("do_remote_decode"):
+            self.made.add(name := params["release_as"])
+            return web.json_response({"choices": [], "kv_transfer_params": {**PARAMS, "name": name}})
+        self.over.add(params["name"])
+        if not body.get("stream"):
+            return web.json_response({"choices": []})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for text in ("a", "b"):
+            await response.write(b'data: {"choices": [{"text": "%s"}]}\n\n' % text.encode())
+            await asyncio.sleep(0.001)  # so that the events arrive one by one
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@pytest.mark.parametrize(
+    "cancelled", [(Router, "_answer"), (Performance, "run")], ids=["handler", "exchange"]
+)
+@pytest.mark.parametrize("prompt", ["p", ["p", "q"]], ids=["one prompt", "two prompts"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("num_cancels", [1, 2])
+async def test_a_request_that_is_cancelled_at_any_await_leaves_nothing(
+    cancelled: tuple[type[Any], str],
+    prompt: object,
+    stream: bool,
+    num_cancels: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second cancellation comes while the first one is still being dealt with, as when a server stops."""
+    of, name = cancelled
+    original, answer = getattr(of, name), Router._answer
+    moments = range(0)
+    num_passed = 0
+    ended = asyncio.Event()
+
+    async def run(*args: Any) -> Any:
+        nonlocal num_passed
+        passed: list[int] = []
+        try:
+            return await cancelled_at(moments, original(*args), passed)
+        finally:
+            num_passed = max(num_passed, len(passed))
+
+    async def noted(*args: Any) -> web.StreamResponse:
+        try:
+            return await (run if of is Router else answer)(*args)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(of, name, run)
+    monkeypatch.setattr(Router, "_answer", noted)
+    node = Counting()
+    async with routed([node], [node]) as client:
+
+        async def is_over() -> bool:
+            report = await (await client.get("/nodes")).json()
+            held = sum(one["in_flight"] + one["offers"] for one in report["nodes"])
+            left = [repr(task.get_coro()) for task in asyncio.all_tasks()]
+            own = [one for one in left if "Performance" in one or "MergedAnswer" in one]
+            return held == node.num_held == len(own) == 0
+
+        while num_passed >= moments.start:  # until a request ends before it would be cancelled
+            moments = range(moments.start + 1, moments.start + 1 + num_cancels)
+            num_passed = 0
+            ended.clear()
+            writer = await post(client, {"prompt": prompt, "stream": stream}, is_cut=False)
+            await asyncio.wait_for(ended.wait(), DEADLINE_S)
+            await until(is_over)
+            writer.close()
+        assert moments.start > 2

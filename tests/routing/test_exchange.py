@@ -148,13 +148,13 @@ class ReleasesWhatWasLoaded(Exchange):
 
 
 class RetriesAfterBytesWereSent(Exchange):
-    def decode_broke(self, error: ApiError) -> Actions:
+    def decode_broke(self, error: ApiError, **known: Any) -> Actions:
         self.beginning = None
         return self._again(does.Note("decode lost", error))
 
 
 class GivesAnswersUp(Exchange):
-    def decode_broke(self, error: ApiError) -> Actions:
+    def decode_broke(self, error: ApiError, **known: Any) -> Actions:
         return self._fail(error)
 
 
@@ -178,9 +178,9 @@ class CountsRepeatedTokens(Exchange):
 
 
 class MovesAnswersThatAreOver(Exchange):
-    def decode_broke(self, error: ApiError) -> Actions:
+    def decode_broke(self, error: ApiError, *, is_lost: bool = False) -> Actions:
         self._heard.is_over = False
-        return super().decode_broke(error)
+        return super().decode_broke(error, is_lost=is_lost)
 
 
 class BelievesAClosedConnection(Exchange):
@@ -217,8 +217,8 @@ class MovesToTheLostNode(Exchange):
 
 
 class LeavesTheLostStreamOpen(Exchange):
-    def decode_broke(self, error: ApiError) -> Actions:
-        actions = super().decode_broke(error)
+    def decode_broke(self, error: ApiError, **known: Any) -> Actions:
+        actions = super().decode_broke(error, **known)
         return [action for action in actions if not isinstance(action, does.EndDecode)]
 
 
@@ -267,16 +267,16 @@ class NeverSettlesForAClientThatLeft(Exchange):
 
 
 class BlamesTheDecodeNodeForAPrefill(Exchange):
-    def prefill_lost(self, error: Exception) -> Actions:
+    def prefill_lost(self, error: Exception, **known: Any) -> Actions:
         tried = self.tried_decode
-        actions = super().prefill_lost(error)
+        actions = super().prefill_lost(error, **known)
         self.tried_decode = tried
         return actions
 
 
 class TriesBothAtOnceForever(Exchange):
-    def prefill_lost(self, error: Exception) -> Actions:
-        actions = super().prefill_lost(error)
+    def prefill_lost(self, error: Exception, **known: Any) -> Actions:
+        actions = super().prefill_lost(error, **known)
         self.may_ask_both = True
         return actions
 
@@ -310,7 +310,7 @@ class DropsAnEvent(Exchange):
 
 
 class GivesUpAtTheFirstLoss(Exchange):
-    def decode_lost(self, error: Exception) -> Actions:
+    def decode_lost(self, error: Exception, **known: Any) -> Actions:
         return self._fail(ApiError(503, "lost", kind="x"))
 
 
@@ -365,6 +365,14 @@ class ShowsTheStop(Exchange):
         return [does.Send([stop.event]), *super()._stopped(stop)]
 
 
+class ForgetsLosses(Exchange):
+    """Prefill nodes that were lost are forgotten when the request begins anew."""
+
+    def placed(self, *args: Any) -> Actions:
+        self.lost = []
+        return super().placed(*args)
+
+
 class NeverDecodesAlone(Exchange):
     def no_prefill_node(self, error: ApiError, *, may_decode_alone: bool) -> Actions:
         return super().no_prefill_node(error, may_decode_alone=False)
@@ -407,6 +415,7 @@ BUGS = {
     RemembersTheNodeBefore: "the client gets each byte of one answer, once and in order",
     LeavesTheCountsOut: "the client gets each byte of one answer, once and in order",
     ShowsTheStop: "the client gets each byte of one answer, once and in order",
+    ForgetsLosses: "a request that was with three lost nodes is given to no other",
     NeverDecodesAlone: "an error is given only if no node could answer",
 }
 

@@ -256,6 +256,27 @@ async def test_an_offer_whose_client_left_is_released(at_once: bool) -> None:
     assert_release(prefill)
 
 
+async def test_an_offer_whose_answer_is_on_its_way_when_the_client_leaves_is_released() -> None:
+    """The router does not know the offer, so it releases it by the name that it gave to the request."""
+    names: list[str] = []
+
+    class Answering(Prefill):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            names.append((await request.json())["kv_transfer_params"]["release_as"])
+            asking.cancel()
+            await asyncio.sleep(DEADLINE_S)
+            raise AssertionError("the router did not hang up")
+
+    prefill = Answering()
+    async with routed([prefill], [Decode(whole())]) as client:
+        asking = asyncio.create_task(ask(client))
+        await until(prefill.is_released)
+    (release,) = prefill.releases
+    assert (release["prompt"], release["max_tokens"], release["model"]) == ([0], 1, "m")
+    flags = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
+    assert release["kv_transfer_params"] == {"release_as": names[0], **flags}
+
+
 async def test_a_release_that_is_not_answered_delays_nothing() -> None:
     class Deaf(Prefill):
         async def release(self, request: web.Request) -> web.StreamResponse:

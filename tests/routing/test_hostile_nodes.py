@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvferry.router.exchange import Exchange
 from kvferry.router.health import MAX_HEALTH_BYTES, Prober, ask_health
 from kvferry.router.reading import MAX_ANSWER_BYTES, refuse_no_answers
 from kvferry.router.states import Health, NodeState
@@ -194,6 +195,85 @@ async def test_a_large_answer_passes_unchanged() -> None:
 
     async with routed([Node(offer)], [Node(large)]) as client:
         assert await post(client) == (200, whole)
+
+
+def stream_of(*events: dict[str, Any]) -> Answer:
+    """Make a handler of streams that Python can read as far as they are not broken."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers=STREAM)
+        await response.prepare(request)
+        for event in events:
+            await response.write(
+                b"data: " + json.dumps(event).encode().replace(b'"HUGE"', b"9" * 5000) + b"\n\n"
+            )
+            await asyncio.sleep(0.01)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return answer
+
+
+def chosen(token_id: object, reason: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "text": "t", "finish_reason": reason, "token_ids": [token_id]}
+    return {"created": 7, "choices": [choice]}
+
+
+@dataclass
+class Continuing(Node):
+    """A decode node that goes on with answers of others."""
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "continues_answers": "model"})
+
+
+async def held(client: Any) -> int:
+    """Return how many requests and offers the router counts at its nodes."""
+    async with client.get("/nodes") as response:
+        nodes = (await response.json())["nodes"]
+    return sum(node["in_flight"] + node["offers"] for node in nodes)
+
+
+GREEDY = {"stream": True, "temperature": 0}
+
+
+@pytest.mark.parametrize("events", [[chosen("HUGE")], [chosen(5), chosen("HUGE")]], ids=["first", "later"])
+async def test_a_node_that_sends_a_number_that_python_cannot_read_has_failed(
+    events: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = Continuing(stream_of(*events)), Continuing(stream_of(chosen(6), chosen(7, "stop")))
+    async with routed([Node(offer)], [bad, good]) as client:
+        status, payload = await post(client, **GREEDY)
+    assert (status, payload.count(b'"text": "t"')) == (200, 1 + len(events))
+    assert b"error" not in payload
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(("num_events", "answered"), [(0, 500), (1, 200)], ids=["before", "in the middle"])
+async def test_an_exchange_that_raises_ends_with_an_error_and_keeps_nothing(
+    num_events: int, answered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the router's own code raises, and however much of the answer the client has."""
+    events_arrived, released = Exchange.events_arrived, asyncio.Event()
+    calls: list[None] = []
+
+    def fail(self: Exchange, events: Any) -> Any:
+        calls.append(None)
+        assert len(calls) <= num_events, "a bug"
+        return events_arrived(self, events)
+
+    async def release(request: web.Request) -> web.StreamResponse:
+        released.set()
+        return web.Response()
+
+    monkeypatch.setattr(Exchange, "events_arrived", fail)
+    async with routed([Node(offer, release)], [Node(stream_of(chosen(5), chosen(6)))]) as client:
+        status, payload = await post(client, **GREEDY)
+        assert status == answered
+        assert b"AssertionError: a bug" in payload
+        assert await held(client) == 0
+        if not num_events:  # nothing has said that the decode node has loaded it
+            await asyncio.wait_for(released.wait(), DEADLINE_S)
 
 
 async def test_a_node_that_is_lost_in_the_middle_of_streams_is_ejected() -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from aiohttp import ClientConnectorError, ConnectionTimeoutError, ServerDisconnectedError, web
 from aiohttp.test_utils import TestClient
 
-from kvferry.router.nodes import MAX_LOST, NodeGoneError, NodePool, Tried, UpstreamNode
+from kvferry.router.nodes import NodeGoneError, UpstreamNode
 from kvferry.router.reading import kept_alive_socket
 from kvferry.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
@@ -361,35 +360,34 @@ async def test_the_metrics_name_each_nodes_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "num_tried"),
+    ("error", "is_lost"),
     [
-        (ServerDisconnectedError(), MAX_LOST),
-        (ClientConnectorError(SimpleNamespace(ssl=None, host="h", port=1), OSError(111, "refused")), 5),  # type: ignore[arg-type]
-        (ConnectionTimeoutError(), 5),
+        (ServerDisconnectedError(), True),
+        (ClientConnectorError(SimpleNamespace(ssl=None, host="h", port=1), OSError(111, "refused")), False),  # type: ignore[arg-type]
+        (ConnectionTimeoutError(), False),
     ],
     ids=["lost", "refused", "no answer to a connection"],
 )
-async def test_only_nodes_that_had_a_request_count_as_lost_with_it(error: Exception, num_tried: int) -> None:
+async def test_only_nodes_that_had_a_request_count_as_lost_with_it(error: Exception, is_lost: bool) -> None:
     """In an outage the connection is refused by one node after the other, and a later one may answer."""
-    pool = NodePool("decode", [f"http://{number}" for number in range(5)])
-    tried: Tried = {}
-    while (node := pool.pick(tried)) is not None:
-        with suppress(NodeGoneError), pool.using(node, tried):
-            async with node.exchange():
-                raise error
-    assert len(tried) == num_tried
+    with pytest.raises(NodeGoneError) as caught:
+        async with UpstreamNode("decode", "http://d").exchange():
+            raise error
+    assert caught.value.is_lost == is_lost
 
 
 async def test_nodes_that_checks_find_silent_do_not_count_as_lost() -> None:
     """A router whose machine stood still finds all of its nodes silent at once, and none has ended."""
-    pool = NodePool("decode", [f"http://{number}" for number in range(MAX_LOST + 2)])
-    tried: Tried = {}
-    while (node := pool.pick(tried)) is not None:
-        with suppress(NodeGoneError), pool.using(node, tried):
-            async with node.exchange():
-                node.end_exchanges()
-                await asyncio.sleep(DEADLINE_S)
-    assert len(tried) == MAX_LOST + 2
+    node = UpstreamNode("decode", "http://d")
+
+    async def ask() -> None:
+        async with node.exchange():
+            node.end_exchanges()
+            await asyncio.sleep(DEADLINE_S)
+
+    with pytest.raises(NodeGoneError) as caught:
+        await ask()
+    assert not caught.value.is_lost
 
 
 async def test_a_node_is_not_checked_again_before_the_interval_is_over() -> None:

@@ -133,6 +133,7 @@ async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() 
         n=3,
     )
     (body,) = prefill.bodies
+    assert len(body["kv_transfer_params"].pop("release_as")) == 32
     assert body == {
         "prompt": "p",
         "max_tokens": 1,
@@ -325,8 +326,30 @@ async def test_a_request_that_ends_nodes_is_not_tried_at_a_fourth_one(answer: An
         async with client.post("/v1/completions", json={"prompt": "p"}) as response:
             assert response.status == 503
             message = (await response.json())["error"]["message"]
-    assert "3 decode nodes were lost while they had this request: no other one gets it" in message
+    assert "3 nodes were lost while they had this request: no other one gets it" in message
     assert message.count(why) == sum(len(node.bodies) for node in decodes) == 3
+
+
+async def test_losses_of_both_roles_count_together() -> None:
+    """Each attempt loses a prefill node, goes on with another one, and loses its decode node."""
+    asked: list[None] = []
+    num_lost = 0
+
+    async def lose(request: web.Request) -> web.StreamResponse:
+        nonlocal num_lost
+        num_lost += 1
+        return await die_at_once(request)
+
+    async def lose_every_second(request: web.Request) -> web.StreamResponse:
+        asked.append(None)
+        return await (lose if len(asked) % 2 else offer)(request)
+
+    prefills = [FakeNode(lose_every_second) for _ in range(4)]
+    async with routed(prefills, [FakeNode(lose) for _ in range(4)], rendezvous=False) as client:
+        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+            assert response.status == 503
+            assert "Retry-After" not in response.headers
+    assert num_lost == 3
 
 
 HALF_PAIRS = ["\ud800", "a \udfff b", ["a", "\ud800"], [1, {"x": "\ud83d"}]]

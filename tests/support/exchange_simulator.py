@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import OtherTokenError
-from kvferry.router.exchange import Action, Begun, Exchange, Offer, State
+from kvferry.router.exchange import MAX_LOST, Action, Begun, Exchange, Offer, State
 from kvferry.router.sessions import Conversation
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
@@ -280,6 +280,7 @@ class Schedule:
         self.breaks_off = False  # it lacks its end
         self.lost_decodes: set[Node] = set()
         self.lost_prefills: set[Node] = set()
+        self.num_lost = 0  # nodes that had the request, of both roles
         self.has_left = False
         self.has_failed_at_once = False
         self.may_fail = ""  # why an error is right
@@ -371,6 +372,10 @@ class Schedule:
         is_asking = isinstance(action, does.Place | does.AskPrefill | does.ChooseDecode | does.AskDecode)
         has_ended = self.exchange.state is State.ENDED
         self.promise("nothing is asked of a node after the end", kept=not (is_asking and has_ended))
+        is_over = self.num_lost >= MAX_LOST
+        self.promise(
+            "a request that was with three lost nodes is given to no other", kept=not (is_asking and is_over)
+        )
         exchange = self.exchange
         match action:
             case does.Place():
@@ -535,7 +540,7 @@ class Schedule:
             if asked.node is None:
                 exchange.tried_prefill[node] = RuntimeError("lost")  # type: ignore[assignment]
             self.has_failed_at_once |= exchange.state is State.RENDEZVOUS
-            return exchange.prefill_lost(RuntimeError("lost"))
+            return exchange.prefill_lost(RuntimeError("lost"), is_lost=self.loses())
         if asked.node is None and self.drawn.chance(0.1):
             return exchange.prefill_answered(None)
         first: Any = Token(is_all=self.drawn.chance(0.15)) if self.drawn.chance(0.7) else None
@@ -543,6 +548,14 @@ class Schedule:
         # A decode node may say only later that it would have given the same.
         is_answer = first is not None and first.is_all and exchange.is_stream and self.drawn.chance(0.7)
         return exchange.prefill_answered(offer, is_answer=is_answer)
+
+    def loses(self) -> bool:
+        """Note that a node is lost while it has the request."""
+        self.num_lost += 1
+        self.promise("a request ends three nodes at most", kept=self.num_lost <= MAX_LOST)
+        if self.num_lost == MAX_LOST:
+            self.may_fail = "it may be what ends its nodes"
+        return True
 
     def decode_step(self) -> Callable[[], list[Action]] | None:
         if self.decode is None:
@@ -557,7 +570,7 @@ class Schedule:
             self.decode = None
             self.lost_decodes.add(node)
             exchange.tried_decode[node] = RuntimeError("lost")  # type: ignore[assignment]
-            return exchange.decode_lost(RuntimeError("lost"))
+            return exchange.decode_lost(RuntimeError("lost"), is_lost=self.loses())
         if self.is_stopped(asked) and self.drawn.fault(0.2):
             self.lost_decodes.add(node)  # a server whose policy is to fail such a request
             return exchange.decode_answered(Begun(500, {}, False, b"{}", (), "failed"))
@@ -606,7 +619,8 @@ class Schedule:
         if self.drawn.fault(self.setup.p_loss / 3):
             if self.exchange.beginning is None:
                 self.may_fail = "the answer was lost in the middle"
-            return self.exchange.decode_broke(ApiError(502, "lost in the middle", kind="server_error"))
+            error = ApiError(502, "lost in the middle", kind="server_error")
+            return self.exchange.decode_broke(error, is_lost=self.loses())
         num = self.drawn.part(1, len(self.stream))
         events, self.stream = self.stream[:num], self.stream[num:]
         if self.may_stop(events):
