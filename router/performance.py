@@ -34,6 +34,7 @@ from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
 from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
+from .moves import signal_in
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .reading import NodeAnswer
 from .sessions import Answer, Conversation, Sessions
@@ -672,7 +673,7 @@ def _raise_refusal(node: UpstreamNode, answer: NodeAnswer) -> NoReturn:
     raise _failed(node, answer)
 
 
-#: How a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
+#: How the message begins with which a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
 _ENGINE_ENDED = "EngineCore encountered an issue"
 
 
@@ -682,7 +683,12 @@ def _is_for_another(answer: NodeAnswer) -> bool:
 
 
 def _has_ended(answer: NodeAnswer) -> bool:
-    return answer.status == 500 and _ENGINE_ENDED.encode() in answer.payload
+    if answer.status != 500 or _ENGINE_ENDED.encode() not in answer.payload:
+        return False
+    # Other errors may quote the request, so only the message itself counts.
+    errors = (content.get("error") for content in answer.contents())
+    messages = (error.get("message") for error in errors if isinstance(error, dict))
+    return any(isinstance(message, str) and message.startswith(_ENGINE_ENDED) for message in messages)
 
 
 def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
@@ -717,10 +723,9 @@ def _require_continued(node: UpstreamNode, answer: NodeAnswer) -> None:
     if REFUSED_TO_CONTINUE.encode() not in answer.payload:
         return
     for choice in _choices(answer):
-        reason = choice.get("stop_reason")
-        if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
+        if (why := signal_in(choice, REFUSED_TO_CONTINUE)) is not None:
             node.doubt_identity()
-            raise NodeGoneError(node, reason, may_eject=False)
+            raise NodeGoneError(node, REFUSED_TO_CONTINUE + why, may_eject=False)
 
 
 def _choices(answer: NodeAnswer) -> Iterator[Mapping[str, Any]]:
