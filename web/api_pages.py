@@ -46,7 +46,7 @@ _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "prompt": (
         {"oneOf": [_TEXT, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS}]},
         None,
-        "required: a text or token ids, or a list of several of them",
+        "required: a text or token ids, or a list of several of one kind",
     ),
     "max_tokens": (_INTEGER, 16, "longest answer; 0 is possible with echo"),
     "echo": (_FLAG, False, "begin the answer with the prompt; with logprobs, also with those of its tokens"),

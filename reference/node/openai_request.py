@@ -300,7 +300,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
-    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+    if isinstance(value, list) and {type(item) for item in value} in ({str}, {list}):
         return tuple(map(_prompt, value))
     return (_prompt(value),)
 
@@ -311,7 +311,8 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return tuple(value)
     raise bad_request(
-        "'prompt' must be a string or a list of at least one token id, or a list of such prompts", "prompt"
+        "'prompt' must be a string or a list of at least one token id, or a list of such prompts of one kind",
+        "prompt",
     )
 
 
