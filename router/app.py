@@ -15,7 +15,7 @@ from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler
 
 from ..connector.spans import RecentSpans
-from ..web.access import NodeAccess
+from ..web.access import ApiKeys, NodeAccess
 from ..web.admin import admin_application
 from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, slot_of
@@ -68,6 +68,7 @@ class Router:
         limits: Which times the choice keeps if it can.
         follow: Whose KV events are followed.
         sources: Where the router learns of nodes while it runs.
+        admin_keys: The keys that `/page/explain` asks for, as the admin endpoints do; if empty, none. None: it answers no client.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Router:
         limits: Limits | None = None,
         follow: Follow = "auto",
         sources: Sequence[NodeSource] = (),
+        admin_keys: ApiKeys | None = None,
     ) -> None:
         self._prefill_pool = prefill_pool
         self._decode_pool = decode_pool
@@ -94,6 +96,7 @@ class Router:
         self._node_access = node_access or NodeAccess()
         self._passes_keys_on = passes_keys_on
         self._sources = sources
+        self._admin_keys = admin_keys
         self._handoffs = Handoffs()
         self._recent = RecentRequests()
         self._spans = RecentSpans()
@@ -142,7 +145,7 @@ class Router:
         async def explain(request_id: str, own_url: str) -> list[str]:
             return await accounts.lines(request_id, own_url, self._services.session)
 
-        Page(self._describe, self._recent, explain).add_routes(app)
+        Page(self._describe, self._recent, explain, self._admin_keys).add_routes(app)
         app.cleanup_ctx.append(self._connected)
         close_connections_while(app, lambda: self._is_draining)
         return app

@@ -148,13 +148,17 @@ def prompts_of(body: Mapping[str, Any]) -> list[Any]:
     """Return the prompts of a request, which are one unless the client has sent several.
 
     Raises:
-        ApiError: it has too many (400).
+        ApiError: it has too many, or some are texts and others token ids (400).
     """
     prompts = body.get("prompt")
     if not isinstance(prompts, list) or len(prompts) <= 1:
         return [prompts]
-    if not all(isinstance(one, str | list) for one in prompts):
+    kinds = {type(one) for one in prompts}
+    if not kinds & {str, list}:
         return [prompts]
+    if len(kinds) > 1:  # as vLLM and OpenAI do
+        message = "'prompt' has items of different types: it must be token ids, or several prompts that are all texts or all token ids"
+        raise bad_request(message, "prompt")
     if len(prompts) > MAX_PROMPTS:
         message = f"'prompt' has {len(prompts)} prompts: at most {MAX_PROMPTS} per request are possible"
         raise bad_request(message, "prompt")

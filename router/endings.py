@@ -22,6 +22,9 @@ CUT = "the node ended it without a finish_reason; is it stopping?"
 ABORTED = "the node aborted the request; is it stopping?"
 NOT_AN_OBJECT = "the node's answer is not one JSON object; was it cut off?"
 
+#: How the message begins with which a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
+_ENGINE_ENDED = "EngineCore encountered an issue"
+
 
 class Heard:
     """What one node has said of an answer in its stream.
@@ -86,6 +89,14 @@ def is_abort(event: Event) -> bool:
     """Whether a node says that it aborts an answer, as a server does that is stopping."""
     choices = choices_of(event.content) if b'"abort"' in event.raw else ()
     return any(one.get("finish_reason") == "abort" for one in choices)
+
+
+def says_engine_ended(content: Mapping[str, Any]) -> bool:
+    """Whether an answer or an event of one says that the engine of its vLLM server has ended."""
+    error = content.get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    # Other errors may quote the request, so only the beginning counts.
+    return isinstance(message, str) and message.startswith(_ENGINE_ENDED)
 
 
 def says_something(event: Event) -> bool:

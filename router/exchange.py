@@ -22,7 +22,7 @@ from ..web.errors import ApiError, unavailable
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event, Filter
 from .beginnings import Beginning, OtherTokenError, take_token_ids
-from .endings import Heard
+from .endings import Heard, says_engine_ended
 from .first_tokens import FirstToken
 from .moves import Stop, stop_of
 from .sessions import Answer, Conversation, take_offer
@@ -50,8 +50,6 @@ Fact = Literal[
 #: The router gives up a request after it has lost this many nodes, because the request may crash them. Three, and not one, because
 #: nodes also fail by themselves, and a request that moves to another node should survive that.
 MAX_LOST = 3
-#: How a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
-ENGINE_ENDED = b"EngineCore encountered an issue"
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
 #: The router's own: where the prompt was computed, and the estimates behind that.
@@ -581,7 +579,7 @@ class Exchange:
         for event in own:
             if why := self._heard.objection(event) or self._error_to_move_for(event):
                 actions += self._sent(sent)
-                return actions + self._broke_off(why, is_lost=ENGINE_ENDED in event.raw)
+                return actions + self._broke_off(why, is_lost=says_engine_ended(event.content))
             if self.beginning is not None and (stop := stop_of(event)) is not None:
                 event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))

@@ -14,7 +14,7 @@ from typing import get_args
 from yarl import URL
 
 from ..transports.errors import ConfigurationError
-from ..web.access import Access, NodeAccess, add_node_access_arguments, node_access_of
+from ..web.access import OPEN_PATHS, Access, NodeAccess, add_node_access_arguments, node_access_of
 from ..web.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from ..web.connections import ConnectionLimits
 from ..web.launcher_link import Link, open_link
@@ -38,6 +38,7 @@ from .fleet import Mode
 from .kv_events import Follow
 from .membership import ROLES, DnsTarget, parse_target
 from .nodes import NodePool
+from .page import EXPLAIN_PATH
 from .performance import DecodeAlone
 from .placement import Limits
 from .policies import DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
@@ -274,6 +275,7 @@ def _run(options: argparse.Namespace) -> None:
         follow=options.kv_events,
         limits=Limits(options.ttft_limit_ms / 1e3, options.itl_limit_ms / 1e3),
         sources=sources,
+        admin_keys=admin.access.keys if admin else None,
     )
     link = open_link(options.launcher_fd)
     try:
@@ -331,9 +333,11 @@ async def _serve(
 ) -> None:
     stop = StopRequest(link)
     host, port = listener.getsockname()[:2]
+    # The page asks for the admin key itself. Without one it needs the key of clients.
+    open_paths = OPEN_PATHS | ({EXPLAIN_PATH} if admin is not None and admin.access.keys else set())
     async with (
         serving_admin(router.admin_application(stop.begin_drain, admin.port if admin else None), admin),
-        serving(router.application(), listener, limits, access) as server,
+        serving(router.application(), listener, limits, access, open_paths) as server,
     ):
         link.report(listening=port, **({} if admin is None else {"admin": admin.port}))
         if admin is not None:

@@ -40,12 +40,23 @@ def stop_of(event: Event) -> Stop | None:
         rest = {key: value for key, value in content.items() if key not in ("kv_transfer_params", "metrics")}
         text = json.dumps({**rest, "choices": [{**choice, "finish_reason": None}]})  # as the node writes it
         return Stop(Event(b"data: " + text.encode() + b"\n\n"), _object(content.get("kv_transfer_params")))
-    reason = choice.get("stop_reason")
-    if not isinstance(reason, str) or not reason.startswith(STOPPED_TO_MOVE):
+    if (told := signal_in(choice, STOPPED_TO_MOVE)) is None:
         return None
-    params = object_of(reason.removeprefix(STOPPED_TO_MOVE).encode())
+    params = object_of(told.encode())
     goes_on = {**choice, "finish_reason": None, "stop_reason": None}
     return Stop(Event.of({**content, "choices": [goes_on]}), params or None)
+
+
+def signal_in(choice: Mapping[str, Any], sign: str) -> str | None:
+    """Return what a vLLM node's connector says after `sign` at the end of an answer; None if it says no such thing.
+
+    A client's own stop text may be the same as the sign. But vLLM then ends the answer by `stop`, and the connector ends it by `length`,
+    for which vLLM gives no stop reason.
+    """
+    reason = choice.get("stop_reason")
+    if choice.get("finish_reason") != "length" or not isinstance(reason, str) or not reason.startswith(sign):
+        return None
+    return reason.removeprefix(sign)
 
 
 def _object(value: object) -> Mapping[str, Any] | None:

@@ -19,7 +19,8 @@ from aiohttp import web
 
 import kvferry
 
-from ..web.errors import bad_request
+from ..web.access import ApiKeys, has_key
+from ..web.errors import ApiError, bad_request
 from .timelines import RecentRequests
 
 #: What the page asks for. Unlike the page itself, the answers name nodes and requests.
@@ -36,6 +37,7 @@ class Page:
     Args:
         describe: Returns `status`, `is_ready` and `nodes` of the router.
         explain: Returns the lines of `kvferry explain` of a request, given its id and the router's URL.
+        admin_keys: The keys of the admin endpoints, which tell the same. None: there are no admin endpoints.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Page:
         describe: Callable[[], Mapping[str, Any]],
         recent: RecentRequests,
         explain: Callable[[str, str], Awaitable[list[str]]],
+        admin_keys: ApiKeys | None,
     ) -> None:
         self._describe = describe
         self._explain = explain
+        self._admin_keys = admin_keys
         self._recent = recent
         self._began = time.monotonic()
         #: A page that sees another one knows that the router was restarted and counts from 0.
@@ -84,9 +88,17 @@ class Page:
 
     async def _account(self, request: web.Request) -> web.Response:
         """Answer with the account of `?request=ID`."""
+        if self._admin_keys is None:
+            message = "this router has no admin endpoints, so it explains no requests: start it with --admin-port or --dev"
+            raise ApiError(403, message, kind="permission_error")
+        if self._admin_keys and not has_key(request, self._admin_keys):
+            message = (
+                "a key of the admin endpoints is required: run `kvferry explain` with --admin-api-key-file"
+            )
+            raise ApiError(401, message, kind="invalid_request_error", code="invalid_api_key")
         if not (request_id := request.query.get("request", "")):
             raise bad_request("request: give the id of a request", "request")
-        lines = await self._explain(request_id, str(request.url.origin()))
+        lines = await self._explain(request_id, f"{request.scheme}://{request.host}")
         return web.json_response({"lines": lines}, headers=_HEADERS)
 
 

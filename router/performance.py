@@ -29,12 +29,13 @@ from ..web.tracing import NO_SPAN, current_span, traced_params
 from . import exchange as does
 from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
-from .endings import choices_of, objection_to
-from .exchange import ENGINE_ENDED, Action, Actions, Bookkeeping, Exchange, Fact, Offer
+from .endings import choices_of, objection_to, says_engine_ended
+from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
 from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
+from .moves import signal_in
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .reading import NodeAnswer
 from .sessions import Answer, Conversation, Sessions
@@ -727,7 +728,7 @@ def _is_for_another(answer: NodeAnswer) -> bool:
 
 
 def _has_ended(answer: NodeAnswer) -> bool:
-    return answer.status == 500 and ENGINE_ENDED in answer.payload
+    return answer.status == 500 and any(map(says_engine_ended, answer.contents()))
 
 
 def _failed(node: UpstreamNode, answer: NodeAnswer) -> NodeGoneError:
@@ -747,7 +748,6 @@ def _require_continued(node: UpstreamNode, answer: NodeAnswer) -> None:
     if REFUSED_TO_CONTINUE.encode() not in answer.payload:
         return
     for choice in (one for content in answer.contents() for one in choices_of(content)):
-        reason = choice.get("stop_reason")
-        if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
+        if (why := signal_in(choice, REFUSED_TO_CONTINUE)) is not None:
             node.doubt_identity()
-            raise NodeGoneError(node, reason, may_eject=False)
+            raise NodeGoneError(node, REFUSED_TO_CONTINUE + why, may_eject=False)

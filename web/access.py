@@ -10,8 +10,10 @@ import argparse
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
+import re
 import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +40,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 #: Whether a request, also one to an open path, has one of the server's keys, or needs none.
 HAS_KEY: Any = web.RequestKey("has_key", bool) if hasattr(web, "RequestKey") else "has_key"
+
+MAX_PORT = 65535
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +177,71 @@ def require_key(keys: ApiKeys, open_paths: frozenset[str] = frozenset()) -> Midd
 def has_key(request: web.Request, keys: ApiKeys) -> bool:
     """Return whether a request has one of the keys."""
     return keys.admits(request.headers.get("Authorization"))
+
+
+def require_own_name(access: Access, *, is_loopback_only: bool) -> Middleware:
+    """Return a middleware that answers 400 to a malformed `Host`, and without keys 403 to pages of other origins.
+
+    Without a key any website could use a server of its visitor. Its page reaches loopback by the server's address, and then the browser
+    says its origin. Or it reaches it by a name of its own that leads there (DNS rebinding), and then `Host` is that name.
+
+    Args:
+        is_loopback_only: The server listens on loopback. Elsewhere it cannot know its names, and anyone can reach it anyway.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        hosts = request.headers.getall("Host", ())  # a program may send none, a browser always sends one
+        name = _name_in(hosts[0]) if hosts else "localhost"
+        if name is None or len(hosts) > 1:
+            raise ApiError(
+                400,
+                f"the header Host is {', '.join(hosts)[:80]!r}: send one host name or address, and at most one port",
+                kind="invalid_request_error",
+            )
+        if access.keys:
+            return await handler(request)
+        if is_loopback_only and access.names is not None and not (is_loopback(name) or name in access.names):
+            raise _forbidden(
+                f"without a key this server answers only to names of this machine, and {name[:80]!r} is none: call it by "
+                "'localhost' or its address, set a key, or let --insecure-http allow every name"
+            )
+        origin = request.headers.get("Origin")
+        if origin is not None and not _is_origin_of(origin, hosts[0] if hosts else ""):
+            raise _forbidden(
+                f"without a key this server answers no page of another origin, here {origin[:80]!r}: set a key, or let your proxy "
+                "pass the header Host on"
+            )
+        return await handler(request)
+
+    return check
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error")
+
+
+#: A name or an address of version 4, or an address of version 6 in brackets, and perhaps a port.
+_HOST = re.compile(r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::([0-9]{0,5}))?", re.IGNORECASE | re.ASCII)
+
+
+def _name_in(host: str) -> str | None:
+    """Return the name or address in a `Host` header, in lower case. None if it is malformed."""
+    if (found := _HOST.fullmatch(host)) is None or int(found[3] or 0) > MAX_PORT:
+        return None
+    if found[1]:
+        return found[1].lower().removesuffix(".") or None
+    try:
+        return str(ipaddress.IPv6Address(found[2]))
+    except ValueError:
+        return None
+
+
+def _is_origin_of(origin: str, host: str) -> bool:
+    """Return whether a page of this origin came from the server that has this `Host`, or from a proxy before it."""
+    scheme, _, authority = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme)
+    return port is not None and authority.removesuffix(port) == host.lower().removesuffix(port)
 
 
 def _path_of(request: web.Request) -> str:
@@ -416,10 +485,12 @@ class Access:
     Attributes:
         keys: The keys that it accepts. If there are none, it asks for no key.
         tls: Its certificate. None: plain HTTP.
+        names: Without keys, and on loopback: by which names it may be called besides those of loopback. None: by every name.
     """
 
     keys: ApiKeys = field(default_factory=ApiKeys)
     tls: ServerTls | None = None
+    names: frozenset[str] | None = frozenset()
 
     @property
     def scheme(self) -> str:
@@ -471,7 +542,8 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--insecure-http",
         action="store_true",
-        help="listen beyond loopback without TLS or without a key, in a network that you trust (default: refuse to start)",
+        help="listen beyond loopback without TLS or without a key, in a network that you trust; on loopback without a key, answer "
+        "every Host, as a proxy may send it (default: refuse)",
     )
 
 
@@ -484,7 +556,9 @@ def access_of(options: argparse.Namespace) -> Access:
     fixed = [("--api-key", key) for key in options.api_key]
     if key := os.environ.get(API_KEY_VARIABLE, ""):
         fixed.append((API_KEY_VARIABLE, key))
-    access = Access(ApiKeys(fixed, "--api-key-file", options.api_key_file), server_tls_of(options))
+    keys = ApiKeys(fixed, "--api-key-file", options.api_key_file)
+    names = None if options.insecure_http else frozenset({options.host.lower()})
+    access = Access(keys, server_tls_of(options), names)
     if is_loopback(options.host) or options.insecure_http:
         return access
     missing = [] if access.tls else ["TLS (--ssl-certfile, --ssl-keyfile)"]

@@ -19,13 +19,12 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from ..transports.errors import ConfigurationError
 from ..transports.network import is_loopback
 from .access import ADMIN_KEY_VARIABLE, Access, ApiKeys, ServerTls
 from .connections import ConnectionLimits
-from .errors import ApiError, error_middleware
+from .errors import error_middleware
 from .serving import StartupError, bind, serving
 
 #: Clients of admin endpoints are few.
@@ -132,29 +131,12 @@ def admin_application(routes: Iterable[web.RouteDef]) -> web.Application:
     return app
 
 
-@web.middleware
-async def _require_program(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what a page in a browser sends: without a key, any website could otherwise drain a server of its visitor.
-
-    A page can reach loopback by its address, and then it says its origin, or by a name of its own that leads there.
-    """
-    if "Origin" in request.headers or not is_loopback(request.url.host or ""):
-        raise ApiError(
-            403,
-            "admin endpoints without a key answer programs on this machine only, no browser",
-            kind="permission_error",
-        )
-    return await handler(request)
-
-
 @contextlib.asynccontextmanager
 async def serving_admin(app: web.Application, admin: Admin | None) -> AsyncIterator[None]:
     """Serve the admin endpoints inside the block. Every path needs the key, if there is one. None: serve nothing."""
     if admin is None:
         yield
         return
-    if not admin.access.keys:
-        app.middlewares.append(_require_program)
     with admin.listener:
         async with serving(app, admin.listener, LIMITS, admin.access, open_paths=frozenset()):
             yield

@@ -6,6 +6,7 @@ They are made from the server's own routes. `/docs` is plain HTML and fetches no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from html import escape
 from typing import Any
 
@@ -45,7 +46,7 @@ _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "prompt": (
         {"oneOf": [_TEXT, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS}]},
         None,
-        "required: a text or token ids, or a list of several of them",
+        "required: a text or token ids, or a list of several of one kind",
     ),
     "max_tokens": (_INTEGER, 16, "longest answer; 0 is possible with echo"),
     "echo": (_FLAG, False, "begin the answer with the prompt; with logprobs, also with those of its tokens"),
@@ -105,6 +106,11 @@ def add_api_pages(app: web.Application, title: str) -> None:
     app.router.add_get("/version", version)
     app.router.add_get("/openapi.json", description)
     app.router.add_get("/docs", docs)
+
+
+def fields_of(path: str) -> AbstractSet[str]:
+    """Return the names of the fields that an endpoint serves."""
+    return _BODIES[path][1].keys()
 
 
 def openapi_of(app: web.Application, title: str) -> dict[str, Any]:

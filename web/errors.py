@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 logger = logging.getLogger(__name__)
 
 #: After these errors, close the connection: what the client sends next may be the rest of a bad request.
-CLOSED_AFTER = frozenset({400, 401, 408, 413, 415})
+CLOSED_AFTER = frozenset({400, 401, 403, 408, 413, 415})
 #: Seconds until a retry if nothing is known about the cause.
 RETRY_AFTER_S = 1
 

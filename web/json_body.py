@@ -29,9 +29,16 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     """Receive and parse a request's body.
 
     Raises:
-        ApiError: The body is encoded (415), too large (413), too slow (408) or not a JSON object (400). The connection is
+        ApiError: The body is not JSON by its type or is encoded (415), too large (413), too slow (408) or not a JSON object (400). The connection is
             closed after the answer, and the rest of the body is not read.
     """
+    # A page in a browser can send other types to any server. For this one it must ask first, and no server here allows it.
+    if request.content_type != "application/json":
+        given = request.headers.get("Content-Type", "")
+        raise _refusal(
+            415,
+            f"the header Content-Type is {given[:80]!r}: send the body with 'Content-Type: application/json'",
+        )
     # Refuse before anything is decompressed: a small body could become a very large one.
     encoding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
     if encoding not in ("", "identity"):

@@ -21,7 +21,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from ..transports.checked import printable
 from ..transports.errors import ConfigurationError
-from .access import OPEN_PATHS, Access, access_of, add_access_arguments, require_key
+from ..transports.network import is_loopback
+from .access import (
+    MAX_PORT,
+    OPEN_PATHS,
+    Access,
+    access_of,
+    add_access_arguments,
+    require_key,
+    require_own_name,
+)
 from .connections import GATE, MOST_CONNECTIONS, ConnectionLimits, LimitedRunner, RequestGate
 from .json_body import BODY_TIMEOUT, MAX_BODY
 from .launcher_link import Link
@@ -30,7 +39,6 @@ from .launcher_link import Link
 EXIT_BROKEN = 1
 #: Exit status of a process that could not start because of its options or environment.
 EXIT_BAD_START = 2
-MAX_PORT = 65535
 #: Enough for thousands of clients and hundreds of peers. A much higher limit costs memory in some libraries.
 MOST_OPEN_FILES = 65536
 #: Connections that the system queues until we accept them.
@@ -308,7 +316,8 @@ async def serving(
     app[BODY_TIMEOUT] = limits.body_timeout_s
     app[MAX_BODY] = limits.max_body_bytes
     app[GATE] = RequestGate(limits)
-    # The last one is the innermost one, so the application's own middleware answers the error.
+    # The last ones are the innermost ones, so the application's own middleware answers their errors.
+    app.middlewares.append(require_own_name(access, is_loopback_only=is_loopback(listener.getsockname()[0])))
     app.middlewares.append(require_key(access.keys, open_paths))
     runner = LimitedRunner(
         app,

@@ -29,8 +29,8 @@ A router that hangs up on a prefill node does not know whether the node has made
 A router may have a running answer *moved*: it sends the request with `"continues": {..., "move_as": NAME}`, where NAME is 32
 hexadecimal digits that nothing can guess, and later another request to the same node, with `"move": NAME`. The node then stops the
 answer after its next token, offers the cache of prompt and answer, and says so at the end of the stream: a reference node by the
-`finish_reason` `"moved"` and the params of the offer, a node inside vLLM by a `stop_reason` that begins with `kvferry moved` and
-ends with these params. The router sends them to the node that goes on. If there is no such request any more, nothing happens.
+`finish_reason` `"moved"` and the params of the offer, a node inside vLLM by the `finish_reason` `"length"` with a `stop_reason`
+that begins with `kvferry moved` and ends with these params. A client's own stop text gives the `finish_reason` `"stop"`. The router sends them to the node that goes on. If there is no such request any more, nothing happens.
 
 Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked strictly, because any
 client can write them, and what is malformed is refused by its name, before anything is claimed or offered.
@@ -89,8 +89,8 @@ MOVE_AS, MOVE = "move_as", "move"
 MOVED: Final = "moved"
 #: Inside vLLM such an answer's `stop_reason` begins with this. The offer's params follow, as JSON; null: there is no offer.
 STOPPED_TO_MOVE = "kvferry moved the answer: "
-#: A node's answer begins with this as its `stop_reason` if the node refused to continue after another node's first token.
-REFUSED_TO_CONTINUE = "kvferry refused to continue"
+#: The `stop_reason` of vLLM's answer begins with this if the node refused to continue after another node's first token.
+REFUSED_TO_CONTINUE = "kvferry refused to continue: "
 #: Key of where a node publishes what its prefix cache stores and removes, in its description.
 KV_EVENTS = "kv_events"
 #: A key of the answer of a vLLM node whose load has failed, and which computed the prompt itself: why. Text for people.

@@ -141,11 +141,12 @@ def _end_at_once(request: Any, identity: str) -> None:
     last token is another model's. No client receives the token that this leaves, because only a router sends such requests.
     """
     request.max_tokens = 1
-    # One of these tokens would replace the reason. A copy, because vLLM's front end may hold the same object.
-    request.sampling_params = copy(request.sampling_params)
-    request.sampling_params.stop_token_ids = []
+    # A router looks for an answer that ends by `length`: a client's stop text ends one by `stop`, as these tokens would. Before
+    # `min_tokens` some versions of vLLM end nothing. A copy, because vLLM's front end may hold the same object.
+    request.sampling_params = sampling = copy(request.sampling_params)
+    sampling.stop_token_ids, sampling._eos_token_id, sampling.min_tokens = [], None, 0
     request.stop_reason = (
-        f"{REFUSED_TO_CONTINUE}: the answer's first token is that of a node with another model; this node is "
+        f"{REFUSED_TO_CONTINUE}the answer's first token is that of a node with another model; this node is "
         f"{identity[:16] or 'not known'}"
     )
     logger.warning("request %r: %s", request.request_id, request.stop_reason)

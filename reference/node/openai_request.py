@@ -1,7 +1,7 @@
 """Read the JSON bodies of OpenAI's API into frozen types.
 
-Fields that the engine does not support and that would change the answer are refused. Other unknown fields are ignored, as
-in vLLM, so that ordinary clients work.
+The list of fields is closed. A field is served (`web/api_pages.py` lists these), or it cannot change an answer, or it is refused
+unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...web.api_pages import fields_of
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
@@ -24,26 +25,57 @@ MAX_STOP_TEXTS = 16
 #: Most answers to one request: its prompts times `n`.
 MAX_ANSWERS = 256
 
-#: Fields that the engine accepts only with values that change nothing. `min_tokens` may also be 1 in a request for a prefill,
-#: where vllm-router writes it.
+#: Fields that are accepted with any value, because they cannot change an answer. `docs/openai-api.md` names them.
+WITHOUT_EFFECT = frozenset(
+    {
+        *(
+            "user",
+            "safety_identifier",
+            "metadata",
+            "store",
+            "service_tier",
+            "priority",
+            "request_id",
+            "session_id",
+        ),
+        *("prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    }
+)
+STREAM_OPTIONS_WITHOUT_EFFECT = frozenset({"continuous_usage_stats", "include_obfuscation"})
+#: Fields that are not served, and the values that change nothing. `min_tokens` may also be 1 in a request for a prefill, where
+#: vllm-router writes it. Every other field that is not served may only be null, false or empty.
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "suffix": ("",),
-    "prompt_logprobs": (0,),
-    "logit_bias": ({},),
     "top_k": (0, -1),
     "min_p": (0,),
+    "typical_p": (1,),
+    "length_penalty": (1,),
     "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
-    "prompt_embeds": (),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True, False),
+    "stream_reasoning": (True, False),
+    "mm_payload": ("tensors",),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
 }
 #: The same for one of the two endpoints only.
-ONLY_VALUES_OF_COMPLETIONS: Mapping[str, tuple[object, ...]] = {"top_logprobs": (0,)}
-ONLY_VALUES_OF_CHATS: Mapping[str, tuple[object, ...]] = {"echo": (False,)}
+ONLY_VALUES_OF_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
+    "top_logprobs": (0,),
+    "add_special_tokens": (True,),
+}
+ONLY_VALUES_OF_CHATS: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "add_generation_prompt": (True,),
+}
+#: The values of all others that ask for nothing.
+_NOTHING: tuple[object, ...] = (False, "", [], {})
 
 #: What a client can do instead, for the messages about some of these fields.
 ALTERNATIVES: Mapping[str, str] = {
@@ -118,7 +150,7 @@ def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
     """
     if "prompt" not in body:
         raise bad_request("the request lacks 'prompt'", "prompt")
-    _refuse_unsupported(body, ONLY_VALUES_OF_COMPLETIONS)
+    _refuse_unsupported(body, "/v1/completions", ONLY_VALUES_OF_COMPLETIONS)
     fields = Fields(body)
     # Some clients write false for an absent number.
     num_logprobs = None if body.get("logprobs") is False else fields.optional_integer("logprobs")
@@ -139,7 +171,7 @@ def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
     if not isinstance(messages, list) or not messages:
         raise bad_request("'messages' must be a list of at least one message", "messages")
     chat = ChatPrompt(tuple(_message(index, message) for index, message in enumerate(messages)))
-    _refuse_unsupported(body, ONLY_VALUES_OF_CHATS)
+    _refuse_unsupported(body, "/v1/chat/completions", ONLY_VALUES_OF_CHATS)
     fields = Fields(body)
     num_top = fields.integer("top_logprobs", 0)
     if not 0 <= num_top <= MAX_LOGPROBS:
@@ -234,19 +266,26 @@ def _client_request(
     return request
 
 
-def _refuse_unsupported(body: Mapping[str, Any], more: Mapping[str, tuple[object, ...]]) -> None:
-    for name, allowed in {**ONLY_VALUES, **more}.items():
-        value = body.get(name)
-        if value is None or any(_same(value, only) for only in allowed):
-            continue
-        if name == "min_tokens" and value == 1 and _is_prefill(body):
-            continue
-        shown = json.dumps(value)
-        hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
-        alternative = ALTERNATIVES.get(name, "")
-        raise bad_request(
-            f"{name}={shown[:80]} is not supported{hint}{alternative}", name, "unsupported_value"
-        )
+def _refuse_unsupported(body: Mapping[str, Any], path: str, more: Mapping[str, tuple[object, ...]]) -> None:
+    served = fields_of(path)
+    for name, value in body.items():
+        is_for_prefill = name == "min_tokens" and value == 1 and _is_prefill(body)
+        if name not in served and name not in WITHOUT_EFFECT and not is_for_prefill:
+            _require_nothing(name, name, value, more.get(name) or ONLY_VALUES.get(name))
+    for name, value in Fields(body).mapping("stream_options").items():
+        if name not in {"include_usage", *STREAM_OPTIONS_WITHOUT_EFFECT}:
+            _require_nothing(f"stream_options.{name}", "stream_options", value)
+
+
+def _require_nothing(name: str, param: str, value: object, allowed: tuple[object, ...] | None = None) -> None:
+    """Refuse a field that is not served, unless its value is one of these, or asks for nothing."""
+    if value is None or any(_same(value, only) for only in allowed or _NOTHING):
+        return
+    hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
+    alternative = ALTERNATIVES.get(name, ": leave it out")
+    raise bad_request(
+        f"{name}={json.dumps(value)[:80]} is not supported{hint}{alternative}", param, "unsupported_value"
+    )
 
 
 def _is_prefill(body: Mapping[str, Any]) -> bool:
@@ -261,7 +300,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
-    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+    if isinstance(value, list) and {type(item) for item in value} in ({str}, {list}):
         return tuple(map(_prompt, value))
     return (_prompt(value),)
 
@@ -272,7 +311,8 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return tuple(value)
     raise bad_request(
-        "'prompt' must be a string or a list of at least one token id, or a list of such prompts", "prompt"
+        "'prompt' must be a string or a list of at least one token id, or a list of such prompts of one kind",
+        "prompt",
     )
 
 
@@ -283,6 +323,9 @@ def _message(index: int, message: object) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad_request(f"{where}.role must be a string that is not empty", "messages")
+    for name, value in message.items():
+        if name not in ("role", "content"):
+            _require_nothing(f"{where}.{name}", "messages", value)
     return Message(role, _content(where, message.get("content")))
 
 

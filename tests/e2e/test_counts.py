@@ -17,9 +17,7 @@ DEADLINE_S = 60.0
 def leave_at_done(router: Client, **body: Any) -> None:
     """Ask for a stream, and close the connection as soon as its last event has arrived."""
     raw = json.dumps({"max_tokens": 4, "temperature": 0, "stream": True, **body}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", router.process.port), DEADLINE_S) as connection:
         connection.sendall(head.encode() + raw)
         received = b""

@@ -74,7 +74,12 @@ def retry_after(client: Client) -> str | None:
     """Return the `Retry-After` header of a request that is refused with 503."""
     connection = http.client.HTTPConnection("127.0.0.1", client.process.port, timeout=END_S)
     try:
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "too late"}))
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({"prompt": "too late"}),
+            {"Content-Type": "application/json"},
+        )
         with connection.getresponse() as response:
             assert response.status == 503
             assert "node is stopping" in json.loads(response.read())["error"]["message"]

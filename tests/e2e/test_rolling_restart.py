@@ -66,7 +66,7 @@ class Load:
         """Return how many tokens arrived."""
         fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         body = {"prompt": prompt, "max_tokens": num_tokens, "stream": stream, **fields}
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         with connection.getresponse() as response:
             text = response.read().decode()
         if response.status != 200:

@@ -275,7 +275,12 @@ def _ask_until_the_end(port: int) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
     try:
         wait_until(is_ready, timeout_s=DEADLINE_S)
-        connection.request("POST", "/v1/completions", json.dumps(body_of("a", max_tokens=200, stream=True)))
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body_of("a", max_tokens=200, stream=True)),
+            {"Content-Type": "application/json"},
+        )
         return connection.getresponse().read().decode()
     finally:
         connection.close()

@@ -246,7 +246,7 @@ async def test_a_limited_number_of_long_prompts_waits_and_one_more_must_retry_la
         assert len(await reader.read(SLOW)) == len(SLOW)
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[1], "a"]], ids=str)
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]], ids=str)
 def test_a_request_may_have_several_prompts(prompt: Any) -> None:
     expected = tuple(one if isinstance(one, str) else tuple(one) for one in prompt)
     assert parse_completion({"prompt": prompt}).prompts == expected
@@ -254,7 +254,7 @@ def test_a_request_may_have_several_prompts(prompt: Any) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [[], [[]], [[], []], [["a"], ["b"]], [[[]]], [["a"]], [[["a"]]], [[[1]]], [1, "a"], ["a", 1], [True], [1.5], [None], [{}], {}, None, 7, True],
+    [[], [[]], [[], []], [["a"], ["b"]], [[[]]], [["a"]], [[["a"]]], [[[1]]], [1, "a"], ["a", 1], [[1], "a"], ["a", [1]], [True], [1.5], [None], [{}], {}, None, 7, True],
     ids=str,
 )  # fmt: skip
 def test_a_value_that_is_not_a_prompt_is_refused(prompt: Any) -> None:

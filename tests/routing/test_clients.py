@@ -108,7 +108,7 @@ async def post(client: TestClient[Any, Any], body: dict[str, Any], *, is_cut: bo
     """Send a request, or only the beginning of one, and read nothing."""
     raw = json.dumps(body).encode()
     _, writer = await asyncio.open_connection(client.host, client.port, limit=1)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + (raw[:5] if is_cut else raw))
     await writer.drain()
     return writer

@@ -91,13 +91,14 @@ class Node:
         return web.Response(text='kvferry_build_info{protocol="7",version="0"} 1.0\n')
 
 
+JSON = "Content-Type: application/json\r\n"
+
+
 async def ask(client: TestClient[Any, Any], *, leaves_at: bytes, **body: Any) -> None:
     """Send a request on a connection of its own, and close it as soon as these bytes have arrived."""
     reader, writer = await asyncio.open_connection(client.host, client.port)
     raw = json.dumps({"prompt": "p", **body}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\n{JSON}Content-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw)
     if leaves_at:
         await asyncio.wait_for(reader.readuntil(leaves_at), DEADLINE_S)
@@ -188,7 +189,7 @@ async def leave_when(moment: asyncio.Event, client: TestClient[Any, Any], **body
     raw = json.dumps({"prompt": "p", **body}).encode()
     _, writer = await asyncio.open_connection(client.host, client.port)
     writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
+        f"POST /v1/completions HTTP/1.1\r\nHost: r\r\n{JSON}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
     )
     await asyncio.wait_for(moment.wait(), DEADLINE_S)
     writer.close()

@@ -259,9 +259,10 @@ def test_a_server_of_vllm_says_in_its_stop_reason_what_it_offers() -> None:
         vllm_event('"moved"', [7], finish_reason="length"),
         vllm_event(STOPPED_TO_MOVE, [7]),
         vllm_event("a", [7], finish_reason="stop", stop_reason="moved"),
+        vllm_event("a", [7], finish_reason="stop", stop_reason=STOPPED_TO_MOVE + "null"),
         Event(b"data: [DONE]\n\n"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_other_events_say_nothing_of_a_stop(event: Event) -> None:
     assert stop_of(event) is None

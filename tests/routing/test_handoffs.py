@@ -288,9 +288,7 @@ async def test_a_release_that_is_not_answered_delays_nothing() -> None:
             assert (await ask(client))[0] == 200
 
 
-@pytest.mark.parametrize(
-    "prompt", [["a", "b"], [[1, 2], [3]], ["a", [1]]], ids=["texts", "token ids", "both"]
-)
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]], ids=["texts", "token ids"])
 async def test_each_of_several_prompts_has_a_handoff_of_its_own(prompt: list[Any]) -> None:
     prefill = Prefill()
     async with routed([prefill], [Decode(whole())]) as client:
@@ -303,6 +301,16 @@ async def test_each_of_several_prompts_has_a_handoff_of_its_own(prompt: list[Any
         too_many = json.loads((await ask(client, prompt=["a"] * 257))[1])["error"]
         assert too_many["param"] == "prompt"
         assert "at most 256" in too_many["message"]
+
+
+@pytest.mark.parametrize("prompt", [[[1], "a"], ["a", [1]], ["a", 1], [1, [1]], ["a", None]], ids=str)
+async def test_prompts_of_different_kinds_are_refused(prompt: list[Any]) -> None:
+    prefill = Prefill()
+    async with routed([prefill], [Decode(whole())]) as client:
+        status, text = await ask(client, prompt=prompt)
+        report = await (await client.get("/health")).json()
+    assert (status, json.loads(text)["error"]["param"]) == (400, "prompt")
+    assert not report["handoffs"] or not any(report["handoffs"][0][result] for result in RESULTS)
 
 
 async def test_a_refusal_of_one_of_several_prompts_is_the_whole_answer() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvferry.connector.p2p.params import REFUSED_TO_CONTINUE, STOPPED_TO_MOVE
 from tests.support.fake_nodes import PLACE, routed
 
 DEADLINE_S = 20.0
@@ -77,7 +78,8 @@ class VllmServer:
         begun_by = params.get("continues", {}).get("model", self.identity)
         reason = None if begun_by == self.identity else REFUSAL
         text = "rest" if isinstance(self.asked[-1]["prompt"], list) else "whole"
-        chunk = {"created": 6, "choices": [{"text": text, "stop_reason": reason}]}
+        ends = {"finish_reason": "length", "stop_reason": reason} if reason else {}
+        chunk = {"created": 6, "choices": [{"text": text, **ends}]}
         stream = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         return web.Response(text=stream, content_type="text/event-stream")
 
@@ -166,6 +168,28 @@ async def test_another_server_of_the_tokens_model_continues_instead() -> None:
     async with routed([prefill], [decode, equal]) as client:
         assert await text_of(client) == "t1rest"
     assert len(decode.asked) == len(equal.asked) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sign", [REFUSED_TO_CONTINUE, STOPPED_TO_MOVE + "null"])
+async def test_a_clients_stop_text_is_no_signal_of_a_node(sign: str, stream: bool) -> None:
+    class Stopping(VllmServer):
+        async def decode(self, params: dict[str, Any]) -> web.StreamResponse:
+            choice = {"index": 0, "text": "whole", "finish_reason": "stop", "stop_reason": sign}
+            answer = {"created": 6, "choices": [choice | ({"token_ids": [8]} if stream else {})]}
+            if not stream:
+                return web.json_response(answer)
+            text = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+            return web.Response(text=text, content_type="text/event-stream")
+
+    decodes = [Stopping("kv_consumer") for _ in range(2)]
+    async with routed([VllmServer("kv_producer")], decodes) as client, asyncio.timeout(DEADLINE_S):
+        async with client.post(
+            "/v1/completions", json={**STREAM, "stream": stream, "stop": [sign]}
+        ) as answer:
+            assert answer.status == 200
+            assert sign in await answer.text()
+    assert sum(len(decode.asked) for decode in decodes) == 1
 
 
 async def test_a_server_is_asked_once_and_again_after_a_connection_broke() -> None:

@@ -352,6 +352,7 @@ async def test_losses_of_both_roles_count_together() -> None:
     assert num_lost == 3
 
 
+JSON = {"Content-Type": "application/json"}
 HALF_PAIRS = ["\ud800", "a \udfff b", ["a", "\ud800"], [1, {"x": "\ud83d"}]]
 
 
@@ -369,7 +370,9 @@ async def test_half_of_a_surrogate_pair_is_refused_with_the_name_of_its_field(
                 assert response.status == 400
                 error = (await response.json())["error"]
             assert (error["param"], "surrogate pair" in error["message"]) == (name, True)
-        async with client.post("/v1/completions", data=b'{"prompt": "\\ud83d\\ude00"}') as response:
+        async with client.post(
+            "/v1/completions", data=b'{"prompt": "\\ud83d\\ude00"}', headers=JSON
+        ) as response:
             assert response.status == 200
     assert [body["prompt"] for body in prefill.bodies] == ["\U0001f600"]
 
@@ -382,7 +385,7 @@ async def test_a_field_that_is_nested_too_deep_is_refused_by_its_name(stream: bo
         for depth in (MAX_DEPTH, 500, 900, *range(950, 1000)):
             raw = b'{"prompt": "p", "stream": %s, "deep": ' % str(stream).lower().encode()
             raw += b"[" * depth + b"]" * depth + b"}"
-            async with client.post("/v1/completions", data=raw) as response:
+            async with client.post("/v1/completions", data=raw, headers=JSON) as response:
                 assert response.status == 400
                 error = (await response.json())["error"]
             # From some depth on, which depends on Python, no field can be read.

@@ -106,7 +106,7 @@ class Client:
                 if connection is None or select.select([connection.sock], [], [], 0)[0]:
                     connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
                     connections.callback(connection.close)
-                    connection.request("POST", "/v1/completions", body)
+                    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
                 return condition()
 
             wait_until(holds)

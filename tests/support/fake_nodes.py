@@ -16,6 +16,7 @@ from kvferry.router.nodes import NodePool
 from kvferry.router.performance import DecodeAlone
 from kvferry.router.states import NodeState
 from kvferry.router.ways import Options
+from kvferry.web.access import ApiKeys
 from kvferry.web.errors import error_middleware
 
 #: Seconds for the first health check of a fake node.
@@ -69,6 +70,7 @@ async def routed(
             decode_alone=decode_alone,
             asks_for_answers=asks_for_answers,
             placement=placement,
+            admin_keys=ApiKeys(),
         )
         server = TestServer(router.application(), handler_cancellation=True)
         client = await stack.enter_async_context(TestClient(server))

@@ -12,9 +12,12 @@ from typing import ClassVar
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import MambaSpec as VllmMambaSpec
+from vllm.v1.request import RequestStatus
 
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
 from kvferry.connector.handoff.events import GroupBlocks
@@ -652,14 +655,20 @@ class TestContinuing:
         side, request = self.node(fields), _request("r", {})
         request.kv_transfer_params = {"continues": {"model": self.node(self.FIELDS).identity}}
         request.max_tokens, request.stop_reason = 8, None
-        request.sampling_params = sampling = SimpleNamespace(stop_token_ids=[1])
+        request.sampling_params = sampling = SamplingParams(stop_token_ids=[1], min_tokens=3)
+        sampling.update_from_generation_config({}, eos_token_id=2)
         side.on_new_request(request)
         if fields == self.FIELDS:
             assert (request.max_tokens, request.stop_reason) == (8, None)
         else:
             assert request.max_tokens == 1
             assert request.stop_reason.startswith("kvferry refused to continue: ")
-            assert (request.sampling_params.stop_token_ids, sampling.stop_token_ids) == ([], [1])
+            for token in (1, 2, 3):
+                request.pooling_params, request.output_token_ids, request.num_tokens = None, [token], 2
+                request.num_output_tokens = 1
+                assert check_stop(request, max_model_len=100)
+                assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED  # no stop text gives this
+            assert (sampling.stop_token_ids, sampling.eos_token_id, sampling.min_tokens) == ([1], 2, 3)
         side.request_finished(request, ([],))
         assert side.num_remembered_requests == 0
 

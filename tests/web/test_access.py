@@ -35,16 +35,18 @@ from kvferry.web.access import (
     NodeAccess,
     OwnKey,
     ServerTls,
+    access_of,
     has_key,
 )
 from kvferry.web.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from kvferry.web.connections import ConnectionLimits, is_overloaded, slot_of
 from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import read_json
-from kvferry.web.serving import StartupError, bind, serving
+from kvferry.web.serving import StartupError, add_serving_arguments, bind, serving
 from tests.support import fake_nodes
 
 DEADLINE_S = 20.0
+JSON = {"Content-Type": "application/json"}
 KEY, OTHER = "sk-the-right-key", "sk-another-key"
 
 
@@ -424,7 +426,7 @@ async def test_a_body_over_the_limit_of_the_options_is_answered_413() -> None:
             for piece in pieces:
                 yield piece
 
-        async with session.post(f"{url}/v1/completions", data=chunked()) as response:
+        async with session.post(f"{url}/v1/completions", data=chunked(), headers=JSON) as response:
             assert response.status == 413
             assert "--max-body-bytes" in (await response.json())["error"]["message"]
 
@@ -487,7 +489,7 @@ class Slow:
 
 
 async def _status_of_post(session: aiohttp.ClientSession, url: str, body: Any) -> int:
-    async with session.post(f"{url}/v1/completions", data=body) as response:
+    async with session.post(f"{url}/v1/completions", data=body, headers=JSON) as response:
         return response.status
 
 
@@ -530,7 +532,7 @@ async def test_admin_endpoints_of_dev_answer_programs_without_a_key_and_no_brows
         for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
             async with session.get(url, headers=headers) as response:
                 assert response.status == 403
-                assert "no browser" in await response.text()
+                assert "evil.example" in await response.text()
 
 
 @pytest.mark.parametrize(
@@ -551,3 +553,189 @@ def test_admin_endpoints_without_a_key_or_beyond_loopback_without_tls_are_refuse
         monkeypatch.setenv(ADMIN_KEY_VARIABLE, KEY)
     with pytest.raises(StartupError, match=message):
         parse_arguments(words)
+
+
+# -- pages in browsers ---------------------------------------------------------------------------------
+
+#: What a client may say in `Host` and is no name, no address, or more than one.
+ODD_HOSTS = [
+    *("127.0.0.1:x", "127.0.0.1:-1", "127.0.0.1:65536", "127.0.0.1:99999", "127.0.0.1:1:2", "127.0.0.1: 80", "127.0.0.1:8_0"),
+    *("localhost:٣", "localhost:+1", "localhost:0x50", "localhost:1e3", ":80", ":", "", ".", "..:x", "@", "a@b", "user:pw@localhost"),
+    *("[", "]", "[]", "[::1", "::1", "::1]", "[::1]x", "[::1]:x", "[1]", "[::1::2]", "[:::]", "[v1.a]", "[::1%25lo]", "[o]", "@[o]@"),
+    *("a b", "a/b", "/", "//", "a?b", "a#b", "a\\b", "a,b", "localhost, localhost", "a;b", "a%b", "a%00b", "%", "a'b", 'a"b'),
+    *("<a>", "{a}", "a|b", "a^b", "a`b", "http://localhost", "é", "ü.example", "字", "a\x7fb", "$(id)", "*", "!", "~", "=", "&", "a+b"),
+]  # fmt: skip
+
+
+def router_without_nodes(admin_keys: ApiKeys | None) -> Router:
+    return Router(
+        NodePool("prefill", []),
+        NodePool("decode", []),
+        answer_timeout_s=0,
+        check_interval_s=60,
+        check_timeout_s=5,
+        decode_alone="never",
+        admin_keys=admin_keys,
+    )
+
+
+async def raw_status(port: int, head: str) -> int:
+    """Return the status of the answer to a request that no HTTP library would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head.encode(errors="surrogateescape"))
+        async with asyncio.timeout(DEADLINE_S):
+            return int((await reader.readline()).split()[1])
+    finally:
+        writer.close()
+
+
+async def test_no_odd_host_is_an_error_of_the_server() -> None:
+    router = router_without_nodes(ApiKeys())
+    admin = Admin(bind("127.0.0.1", 0), Access())
+    app = router.admin_application(lambda: None, admin.port)
+    with bind("127.0.0.1", 0) as listener:
+        async with serving_admin(app, admin), serving(router.application(), listener, ConnectionLimits()):
+            port = listener.getsockname()[1]
+            for host in ODD_HOSTS:
+                for where, path in (
+                    (port, "/page/explain?request=a"),
+                    (port, "/health"),
+                    (admin.port, "/admin/requests"),
+                ):
+                    head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                    assert await raw_status(where, head) == 400, (host, path)
+            twice = "GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"
+            assert await raw_status(port, twice) == 400
+
+
+OWN_NAMES = [
+    "127.0.0.1",
+    "localhost",
+    "LOCALHOST:8000",
+    "localhost.",
+    "127.0.0.2:1",
+    "[::1]:8000",
+    "[0:0:0:0:0:0:0:1]",
+]
+
+
+@pytest.mark.parametrize("keys", [ApiKeys(), ApiKeys([("v", KEY)])], ids=["no key", "key"])
+async def test_without_a_key_a_server_on_loopback_answers_to_names_of_loopback_only(keys: ApiKeys) -> None:
+    """A website can let its own name lead to 127.0.0.1. To the browser the server is then a part of that site."""
+    other = 200 if keys else 403
+    expected = {
+        **dict.fromkeys(OWN_NAMES, 200),
+        "evil.example": other,
+        "10.0.0.1:80": other,
+        "localhost.evil": other,
+    }
+    async with served(Access(keys)) as (url, session):
+        for host, status in expected.items():
+            headers = {"Host": host, "Authorization": f"Bearer {KEY}"}
+            async with session.get(f"{url}/health", headers=headers) as response:
+                assert response.status == status, host
+                assert status == 200 or "--insecure-http" in await response.text()
+
+
+async def test_a_server_answers_to_the_name_that_it_was_given() -> None:
+    for names, status in ((frozenset({"own.example"}), 200), (None, 200), (frozenset({"another"}), 403)):
+        async with served(Access(names=names)) as (url, session):
+            async with session.get(f"{url}/health", headers={"Host": "own.example:8000"}) as response:
+                assert response.status == status
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [([], {"127.0.0.1"}), (["--host", "localhost"], {"localhost"}), (["--insecure-http"], None)],
+    ids=["default", "--host", "--insecure-http"],
+)
+def test_the_options_name_the_server(words: list[str], names: set[str] | None) -> None:
+    parser = argparse.ArgumentParser()
+    add_serving_arguments(parser, port=0)
+    assert access_of(parser.parse_args(words)).names == names
+
+
+async def test_elsewhere_a_server_answers_to_every_name() -> None:
+    """Probes of Kubernetes call it by an address, and Prometheus by the name of a service."""
+    app = web.Application(middlewares=[error_middleware])
+    app.router.add_get("/health", answer)
+    with bind("0.0.0.0", 0) as listener:
+        async with serving(app, listener, ConnectionLimits()), aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/health"
+            for host in ("10.1.2.3:8000", "router.default.svc", "my_service"):
+                async with session.get(url, headers={"Host": host}) as response:
+                    assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost:1", "file://", "http://127.0.0.1", ""]
+)
+async def test_without_a_key_no_page_of_another_origin_is_answered(origin: str) -> None:
+    for keys, status in ((ApiKeys(), 403), (ApiKeys([("v", KEY)]), 200)):
+        async with served(Access(keys)) as (url, session):
+            headers = {"Origin": origin, "Authorization": f"Bearer {KEY}"}
+            async with session.post(f"{url}/v1/completions", json={}, headers=headers) as response:
+                assert response.status == status
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [("", ""), ("ui.example", "https://ui.example"), ("localhost:80", "http://localhost")],
+    ids=["own", "proxy", "80"],
+)
+async def test_a_page_of_the_servers_own_origin_is_answered(host: str, origin: str) -> None:
+    async with served(Access(names=None)) as (url, session):
+        headers = {"Origin": origin or url, "Host": host or url.removeprefix("http://")}
+        async with session.post(f"{url}/v1/completions", json={}, headers=headers) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "text/plain; a=application/json",
+        "application/jsonp",
+        "",
+    ],
+)
+async def test_a_body_that_is_not_json_by_its_type_is_refused(kind: str) -> None:
+    """A page in a browser may send these to any server without asking it first."""
+    async with served(Access()) as (url, session):
+        async with session.post(
+            f"{url}/v1/completions", data=b"{}", headers={"Content-Type": kind}
+        ) as response:
+            assert response.status == 415
+            assert "send the body with 'Content-Type: application/json'" in await response.text()
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+async def test_json_may_name_its_encoding(kind: str) -> None:
+    async with served(Access()) as (url, session):
+        async with session.post(
+            f"{url}/v1/completions", data=b"{}", headers={"Content-Type": kind}
+        ) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("admin_keys", "key", "status"),
+    [
+        (None, KEY, 403),
+        (ApiKeys([("v", OTHER)]), KEY, 401),
+        (ApiKeys([("v", OTHER)]), OTHER, 200),
+        (ApiKeys(), None, 200),
+    ],
+    ids=["no admin endpoints", "a client's key", "the admin key", "dev"],
+)
+async def test_the_page_explains_requests_to_those_who_may_ask_the_admin_endpoints(
+    admin_keys: ApiKeys | None, key: str | None, status: int
+) -> None:
+    router = router_without_nodes(admin_keys)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with TestServer(router.application()) as server, aiohttp.ClientSession() as session:
+        async with session.get(server.make_url("/page/explain?request=a"), headers=headers) as response:
+            assert response.status == status

@@ -27,7 +27,7 @@ from tests.support.zygote import EXAMPLES
 
 #: The longest time that a test waits.
 DEADLINE_S = 20.0
-HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Place:
     async def hold(self) -> Client:
         """A connection whose request is in progress."""
         client, before = await self.connect(), self.num_held
-        client.writer.write(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.writer.write(b"GET /held HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(DEADLINE_S):
             while self.num_held == before:
                 await asyncio.sleep(0.005)
@@ -295,7 +295,7 @@ async def test_a_router_with_few_descriptors_keeps_serving_despite_many_idle_con
                 stack.callback(writer.close)
             client = Client(*await asyncio.open_connection("127.0.0.1", port))
             stack.callback(client.writer.close)
-            reply = await client.ask(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            reply = await client.ask(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert reply.body["status"] == "no healthy pair of nodes"
     finally:
         process.terminate()

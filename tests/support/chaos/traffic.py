@@ -160,7 +160,7 @@ class Traffic:
 
     def _converse(self, connection: http.client.HTTPConnection, ask: Ask, answer: Answer) -> Ending:
         """Send a request, and read its answer into `answer`."""
-        connection.request("POST", "/v1/completions", ask.body)
+        connection.request("POST", "/v1/completions", ask.body, {"Content-Type": "application/json"})
         if ask.hang_up_s < DEADLINE_S:
             self._is_over.wait(ask.hang_up_s)
             return "hung up"

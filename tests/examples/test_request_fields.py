@@ -1,0 +1,127 @@
+"""A reference node serves each field of a request, or refuses it by its name. It drops none that would change the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from kvferry.reference.node.openai_request import (
+    STREAM_OPTIONS_WITHOUT_EFFECT,
+    WITHOUT_EFFECT,
+    parse_chat,
+    parse_completion,
+)
+from kvferry.web.api_pages import fields_of
+from kvferry.web.errors import ApiError
+from tests.support.deployments import ROOT
+
+COMPLETION = "/v1/completions", parse_completion, {"prompt": "a"}
+CHAT = "/v1/chat/completions", parse_chat, {"messages": [{"role": "user", "content": "a"}]}
+#: Fields that once were dropped silently, with values that ask for something.
+CONSTRAINTS: dict[str, Any] = {
+    "stop_token_ids": [1],
+    "allowed_token_ids": [1],
+    "bad_words": ["a"],
+    "structured_outputs": {"choice": ["a"]},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "truncate_prompt_tokens": 1,
+    "include_stop_str_in_output": True,
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"a": 1},
+    "continue_final_message": True,
+    "documents": [{"text": "a"}],
+    "reasoning_effort": "low",
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "parallel_tool_calls": 1,
+    "logits_processors": ["a"],
+    "typical_p": 0.5,
+    "length_penalty": 2,
+    "lora_request": {"name": "a"},
+    "vllm_xargs": {"a": 1},
+    "logit_bias": {"1": 5},
+    "prompt_logprobs": 0,
+    "temprature": 0.5,
+}
+ENDPOINTS = pytest.mark.parametrize("endpoint", [COMPLETION, CHAT], ids=lambda endpoint: endpoint[0])
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@ENDPOINTS
+def test_what_would_change_an_answer_is_refused_by_its_name(endpoint: Any, name: str) -> None:
+    _, parse, body = endpoint
+    with pytest.raises(ApiError, match=f"^{name}=") as refused:
+        parse({**body, name: CONSTRAINTS[name]})
+    assert (refused.value.status, refused.value.param) == (400, name)
+    assert refused.value.code == "unsupported_value"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "right"), [(COMPLETION, True), (CHAT, False)], ids=["completion", "chat"]
+)
+def test_special_tokens_are_added_as_the_endpoint_does(endpoint: Any, right: bool) -> None:
+    _, parse, body = endpoint
+    parse({**body, "add_special_tokens": right})
+    with pytest.raises(ApiError, match="add_special_tokens"):
+        parse({**body, "add_special_tokens": not right})
+
+
+@ENDPOINTS
+def test_values_that_ask_for_nothing_are_accepted(endpoint: Any) -> None:
+    """Clients and routers that write every field with its default must work."""
+    _, parse, body = endpoint
+    for nothing in (None, False, "", [], {}):
+        parse({**body, "stop_token_ids": nothing, "lora_path": nothing, "no_stop_trim": nothing})
+    defaults = {"skip_special_tokens": True, "separate_reasoning": True, "best_of": 1, "min_tokens": 0}
+    parse({**body, **defaults, "tools": [], "tool_choice": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "parameters"),
+    [
+        (COMPLETION, completion_create_params.CompletionCreateParamsBase),
+        (CHAT, chat_create_params.CompletionCreateParamsBase),
+    ],
+    ids=["completion", "chat"],
+)
+def test_each_field_of_the_package_openai_is_served_or_refused(endpoint: Any, parameters: type) -> None:
+    path, parse, body = endpoint
+    for name in parameters.__annotations__:
+        if name in fields_of(path) | WITHOUT_EFFECT:
+            continue
+        with pytest.raises(ApiError) as refused:
+            parse({**body, name: "something"})
+        assert refused.value.param == name
+
+
+def test_the_document_names_each_field_without_effect() -> None:
+    text = Path(ROOT, "docs", "openai-api.md").read_text()
+    for name in WITHOUT_EFFECT | STREAM_OPTIONS_WITHOUT_EFFECT:
+        assert f"`{name}`" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "named"),
+    [
+        ({"stream_options": {"include_usage": True, "every": 5}}, "stream_options", "stream_options.every=5"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages", "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages", "messages[0].name"),
+    ],
+    ids=["stream_options", "tool_calls", "name"],
+)  # fmt: skip
+def test_a_part_of_a_field_is_served_or_refused(change: dict[str, Any], param: str, named: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_chat({**CHAT[2], **change})
+    assert str(refused.value).startswith(named)
+    assert refused.value.param == param
+
+
+def test_an_answer_can_be_sent_back_as_a_turn_of_the_chat() -> None:
+    turn = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "tool_calls": None}
+    parse_chat({"messages": [turn]})
