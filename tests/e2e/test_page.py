@@ -366,3 +366,104 @@ def test_no_click_makes_the_page_wider_than_its_window(browser: Browser, width: 
         page.locator(".account").nth(1).get_by_text("request r7").wait_for(timeout=WAIT_MS)
         page.locator(".account").nth(0).get_by_text("request r7").wait_for(timeout=WAIT_MS)
         check()
+
+
+def test_the_header_counts_the_nodes_that_are_ready_and_says_what_the_others_are(browser: Browser) -> None:
+    with showing(browser, made_up_state(made_up_nodes(50, 8))) as page:
+        assert page.locator("#status .says").inner_text() == (
+            "42 of 50 nodes ready: 2 gone, 2 refused, 2 ejected, 2 draining"
+        )
+        assert "doubt" in (page.locator("#status").get_attribute("class") or "")
+    with showing(browser, made_up_state(made_up_nodes(3))) as page:
+        assert page.locator("#status .says").inner_text() == "3 of 3 nodes ready"
+        assert page.locator("#status").get_attribute("class") == "status "
+    with showing(browser, {**made_up_state(made_up_nodes(3)), "status": "ok, but no cache arrives"}) as page:
+        assert page.locator("#status .says").inner_text() == "3 of 3 nodes ready · no cache arrives"
+    with showing(
+        browser, {**made_up_state([]), "status": "no healthy pair of nodes", "is_ready": False}
+    ) as page:
+        assert page.locator("#status .says").inner_text() == "no healthy pair of nodes · 0 of 0 nodes ready"
+
+
+def test_nodes_in_trouble_come_first_and_equal_healthy_ones_are_one_line(browser: Browser) -> None:
+    with showing(browser, made_up_state(made_up_nodes(50, 8))) as page:
+        for role in ("prefill", "decode", "both"):
+            states = page.locator(f"#{role}-nodes > li .state:visible").all_inner_texts()
+            assert states[-1].endswith("ready")
+            assert not any(state.endswith("ready") for state in states[:-1])
+        fold = page.locator("#prefill-nodes summary")
+        assert "14 nodes" in fold.inner_text()
+        assert "in flight, 0 to 6 each" in fold.inner_text()
+        assert page.get_by_text("http://10.20.30.0:8100").is_hidden()
+        # Unfolded by the keyboard, it stays so, with the focus, while the page goes on asking.
+        fold.focus()
+        page.keyboard.press("Enter")
+        assert page.get_by_text("http://10.20.30.0:8100").is_visible()
+        with page.expect_response("**/page/state?since=*", timeout=WAIT_MS):
+            pass
+        with page.expect_response("**/page/state?since=*", timeout=WAIT_MS):
+            pass
+        assert page.get_by_text("http://10.20.30.0:8100").is_visible()
+        assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
+
+
+def test_a_node_that_does_both_is_drawn_once_and_without_an_arrow(browser: Browser) -> None:
+    nodes = [made_up_node(number, role) for number in range(3) for role in ("prefill", "decode")]
+    nodes[1] |= {"state": "ejected", "why": "five requests failed"}
+    with showing(browser, made_up_state(nodes)) as page:
+        assert page.locator(".node").count() == 3
+        assert page.locator("#apart").is_hidden()
+        (first, *_) = page.locator("#both-nodes .node").all_inner_texts()
+        assert "ejected" in first
+        assert "as decode node: five requests failed" in first
+        assert "2 of 3 nodes ready" in page.locator("#status").inner_text()
+
+
+def test_percentiles_are_lines_that_are_told_apart_without_colours(browser: Browser) -> None:
+    with showing(browser, made_up_state(made_up_nodes(3))) as page:
+        assert page.locator("#first-keys li").all_inner_texts() == [
+            "p50\n48.0 ms",
+            "p90\n92.0 ms",
+            "p99\n610 ms",
+        ]
+        dashes = {
+            page.locator(f"#first-plot path.{name}").evaluate(
+                "path => getComputedStyle(path).strokeDasharray"
+            )
+            for name in ("p50", "p90", "p99")
+        }
+        assert len(dashes) == 3
+        assert "none in the last five minutes" in page.locator("#next-plot").inner_text()
+
+
+def test_each_request_says_where_it_was_placed(browser: Browser) -> None:
+    requests = [
+        made_up_request(1),
+        made_up_request(2, prefill=""),
+        made_up_request(3, prefill="http://10.20.30.1:8100"),
+        made_up_request(4, prefill="", decode=""),
+    ]
+    with showing(browser, made_up_state(made_up_nodes(3), *requests)) as page:
+        assert page.locator("td.way").all_inner_texts() == ["–", "local", "local", "handover"]
+        looks = {
+            page.locator(f".legend .dot.{way}").evaluate(
+                "dot => [getComputedStyle(dot).backgroundColor, getComputedStyle(dot).clipPath].join()"
+            )
+            for way in ("local", "handover")
+        }
+        assert len(looks) == 2
+        assert "local would take 1515 ms more" in (page.locator("td.way").last.get_attribute("title") or "")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_fifty_nodes_are_read_by_a_screen_reader(browser: Browser, scheme: Any) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    lost = {"kind": "lost", "node": "http://10.20.30.2:8100", "start_ms": 0.0, "ms": 9.0, "includes": []}
+    requests = [made_up_request(1), made_up_request(2, prefill="", parts=[lost])]
+    with showing(browser, made_up_state(made_up_nodes(50, 8), *requests), color_scheme=scheme) as page:
+        page.locator("summary").first.click()
+        page.locator("button.toggle").first.click()
+        assert "lost call" in page.locator("tr.detail:visible").inner_text()
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()

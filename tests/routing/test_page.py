@@ -201,6 +201,19 @@ class TestALostCall:
         assert lost["ms"] >= 199
 
 
+async def test_a_stream_counts_in_the_percentiles_of_the_last_minutes() -> None:
+    decode = Node(*[{"choices": [{"text": "x"}]}] * 4, is_stream=True, wait_s=0.05)
+    async with routed([PREFILL], [decode]) as client:
+        async with client.post("/v1/completions", json={"prompt": "p", "stream": True}) as answer:
+            await answer.read()
+        latencies = (await (await client.get("/page/state")).json())["latencies"]
+    assert (
+        latencies["first"]["all"][0] >= 60
+    )  # the prefill node waited 20 ms, and percentiles may be 5 % lower
+    assert latencies["next"]["all"][-1] >= 40
+    assert sum(slot is not None for slot in latencies["next"]["slots"]) in (1, 2)
+
+
 @pytest.mark.timeout(60)
 async def test_the_parts_until_the_first_token_are_what_the_client_waits_for() -> None:
     prefill = Node({"kv_transfer_params": PARAMS, "metrics": PREFILL_METRICS}, wait_s=0.3)
