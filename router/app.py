@@ -307,7 +307,8 @@ class Router:
     def _describe(self) -> Mapping[str, Any]:
         """Return what the page shows of the router and its nodes."""
         status, is_ready = self._status()
-        return {"status": status, "is_ready": is_ready, **self.report()}
+        latencies = self._metrics.latencies()
+        return {"status": status, "is_ready": is_ready, "latencies": latencies, **self.report()}
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from ..connector.stats import export_build_info
 from .exchange import Source
 from .handoffs import RESULTS, Handoffs
+from .latencies import SLOT_S, Latencies
 from .membership import ROLES, Role
 from .nodes import UpstreamNode
 from .states import NodeState
@@ -78,6 +79,7 @@ class RouterMetrics:
         for way in get_args(Source):
             for role in ROLES:
                 self._first_piece.labels(way, role)
+        self._latencies = {"first": Latencies(), "next": Latencies()}
         export_build_info(partial(Gauge, registry=self._registry))
         ProcessCollector(registry=self._registry)
         self.retries = Counter(
@@ -170,11 +172,18 @@ class RouterMetrics:
             now = time.monotonic()
             if latest is None:
                 self._first_piece.labels(way, role).observe(now - arrived_s)
+                self._latencies["first"].note(now - arrived_s)
             else:
                 self._inter_piece.observe(now - latest)
+                self._latencies["next"].note(now - latest)
             latest = now
 
         return note_piece
+
+    def latencies(self) -> dict[str, Any]:
+        """Return percentiles of the last minutes as JSON: of the times to first token, and of those between tokens."""
+        reports = {name: latencies.report() for name, latencies in self._latencies.items()}
+        return {"slot_s": SLOT_S, **reports}
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

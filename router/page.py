@@ -35,7 +35,7 @@ class Page:
     """Serves the page and its figures.
 
     Args:
-        describe: Returns `status`, `is_ready` and `nodes` of the router.
+        describe: Returns `status`, `is_ready`, `latencies` and `nodes` of the router.
         explain: Returns the lines of `kvferry explain` of a request, given its id and the router's URL.
         admin_keys: The keys of the admin endpoints, which tell the same. None: there are no admin endpoints.
     """

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -34,6 +34,7 @@ from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
+from .membership import Role
 from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
 from .moves import signal_in
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
@@ -56,6 +57,13 @@ MOVE_S = 5.0
 NEXT_LOOK_S = 0.5
 #: After the decode node's answer has ended, wait this long for the end of the prefill node's.
 LAST_ANSWER_S = 0.5
+#: The facts that end a call of a node, whose phase another call has afterwards.
+LOST_CALLS: Final[Mapping[Fact, Role]] = {
+    "prefill lost": "prefill",
+    "decode lost": "decode",
+    "answer moved": "decode",
+    "answer stopped": "decode",
+}
 
 
 @dataclass
@@ -325,6 +333,8 @@ class Performance:
     def _say(self, fact: Fact, why: Exception | None) -> None:
         metrics, request_id, node = self._services.metrics, self._exchange.request_id, self._exchange.decode
         current_span().note(fact, reason=str(why or ""))
+        if (phase := LOST_CALLS.get(fact)) is not None:
+            self._timeline.call_lost(phase)
         match fact:
             case "prefill lost" | "decode lost":
                 role = fact.removesuffix(" lost")

@@ -436,9 +436,17 @@ class Choice:
         return self.prefill is self.decode
 
     def __str__(self) -> str:
+        way, other = ("local", "a handover") if self.is_local else ("handover", "local")
+        more_s = self.alternative_s - self.total_s
+        if math.isinf(more_s):
+            why = "the only way"
+        elif more_s >= 0:
+            why = f"{other} would take {_in_ms(more_s)} more in all"
+        else:
+            why = f"keeps the limits better than {other}, which would take {_in_ms(-more_s)} less in all"
         return (
-            f"{'local' if self.is_local else 'handover'}; ttft={self.ttft_s:.3f}; others={self.others_s:.3f}; "
-            f"late={self.num_late:.2f}; alternative={self.alternative_s:.3f}"
+            f"{way}: {why}; first token {_in_ms(self.ttft_s)}, others delayed {_in_ms(self.others_s)}, "
+            f"{self.num_late:.2f} requests late"
         )
 
 
@@ -608,3 +616,7 @@ def _rated(
         score,
         spare_s=0.0 if is_safe_from_others else spare_s,
     )
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{1 if seconds < 0.01 else 0}f} ms"

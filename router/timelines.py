@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 from ..web.errors import CLIENT_LEFT, ApiError
 from ..web.json_body import object_of
 from ..web.sse import Event
+from .membership import Role
 from .reading import NodeAnswer
 
 #: Finished requests that the router keeps.
@@ -36,8 +37,11 @@ MAX_FIGURE: Final = 1e15
 #: A request that waited less for a slot at the router has not waited.
 SHORTEST_QUEUE_S: Final = 1e-3
 
-#: What a request spends its time on. `routing` is the router's own time, including failed attempts at other nodes.
-Kind = Literal["routing", "queue", "prefill", "exposed", "decode"]
+#: Calls of a request that others have replaced, and that its record keeps: the latest ones. The others' time is the router's.
+MAX_FORMER_CALLS: Final = 16
+
+#: What a request spends its time on. `routing` is the router's own time. `lost` is a call of a node that gave nothing.
+Kind = Literal["routing", "queue", "prefill", "exposed", "decode", "lost"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class _Visit:
     Attributes:
         sent_s: When the router sent it, on the timeline's clock, as all times here.
         first_s: When the first bytes of a streamed answer arrived.
+        ended_s: When the prefill node's answer had arrived.
     """
 
     node: str
@@ -136,7 +141,7 @@ class _Visit:
 class Timeline:
     """The record of one request.
 
-    If a phase is repeated at another node, only the last attempt is kept; the earlier ones are time of the router.
+    If a phase is repeated at another node, the figures are those of the last call. The earlier ones are a part each.
 
     Args:
         number: Tells records apart, because clients may repeat request ids.
@@ -160,6 +165,7 @@ class Timeline:
         self._admitted_s = 0.0 if admitted_s is None else admitted_s - self._zero_s
         self._prefill: _Visit | None = None
         self._decode: _Visit | None = None
+        self._former: collections.deque[Part] = collections.deque(maxlen=MAX_FORMER_CALLS)
         self._first_sent_s: float | None = None
         self._num_pieces = 0
         self._last_piece_s = 0.0
@@ -181,7 +187,8 @@ class Timeline:
 
     def prefill_sent(self, node: str) -> None:
         """Note that a prefill node is about to receive the request."""
-        self._prefill, self._decode = _Visit(node, self._now_s()), None
+        self._replace_prefill(_Visit(node, self._now_s()))
+        self._replace_decode(None)
         self._num_attempts += 1
 
     def prefill_ended(self, answer: Mapping[str, Any]) -> None:
@@ -189,6 +196,32 @@ class Timeline:
         if self._prefill is not None:
             self._prefill.ended_s = self._now_s()
             self._prefill.figures = _Figures.of(answer)
+
+    def call_lost(self, phase: Role) -> None:
+        """Note that the call of a phase's node has ended without an answer, or without the rest of it."""
+        if phase == "prefill":
+            self._replace_prefill(None)
+        else:
+            self._replace_decode(None)
+
+    def _replace_prefill(self, visit: _Visit | None) -> None:
+        if (former := self._prefill) is not None:
+            self._keep(former, "lost" if former.ended_s is None else "prefill", ("queue",))
+        self._prefill = visit
+
+    def _replace_decode(self, visit: _Visit | None) -> None:
+        if (former := self._decode) is not None:
+            # What it has sent is a part of the answer, also if another node gives the rest.
+            has_sent = former.first_s is not None and self._num_pieces > 0
+            if has_sent and self._first_sent_s is None:
+                self._first_sent_s = former.first_s
+            self._keep(former, "decode" if has_sent else "lost", ("queue", "exposed"))
+        self._decode = visit
+
+    def _keep(self, former: _Visit, kind: Kind, includes: tuple[Kind, ...]) -> None:
+        ended_s = self._now_s() if former.ended_s is None else former.ended_s
+        includes = () if kind == "lost" else includes
+        self._former.append(Part(kind, former.node, former.sent_s, ended_s - former.sent_s, includes))
 
     def first_token_sent(self) -> None:
         """Note that the client receives the first token from the prefill node."""
@@ -206,11 +239,11 @@ class Timeline:
         """Note that a decode node is about to receive the request.
 
         Args:
-            is_alone: Without a prefill node; a prefill that was tried before counts as time of the router.
+            is_alone: Without a prefill node.
         """
         if is_alone:
-            self._prefill = None
-        self._decode = _Visit(node, self._now_s())
+            self._replace_prefill(None)
+        self._replace_decode(_Visit(node, self._now_s()))
 
     def decode_began(self, answer: NodeAnswer) -> None:
         """Note a whole answer, or the first event of a stream."""
@@ -301,11 +334,21 @@ class Timeline:
 
         if self._admitted_s >= SHORTEST_QUEUE_S:
             add("queue", self._admitted_s)
+        former = collections.deque(self._former)
+
+        def add_former(sent_s: float) -> None:
+            """Add the calls that began before a later one was sent."""
+            while former and former[0].start_s < sent_s:
+                part = former.popleft()
+                add("routing", part.start_s)
+                add(part.kind, part.start_s + part.seconds, part.node, part.includes)
+            add("routing", sent_s)
+
         prefill, decode = self._prefill, self._decode
         first_s = decode.first_token_s if decode else None
         exposed_s = self._figures.exposed_s
         if prefill is not None:
-            add("routing", prefill.sent_s)
+            add_former(prefill.sent_s)
             if prefill.figures.is_split:
                 add("queue", prefill.sent_s + prefill.figures.queue_s, prefill.node)
             # If both were asked at once, the prefill node's answer may reach the router after the first token.
@@ -314,14 +357,14 @@ class Timeline:
                 until_s = min(until_s, first_s - exposed_s)
             add("prefill", until_s, prefill.node, () if prefill.figures.is_split else ("queue",))
         if decode is not None:
-            add("routing", decode.sent_s)
+            add_former(decode.sent_s)
             if decode.figures.is_split:
                 add("queue", decode.sent_s + decode.figures.queue_s, decode.node)
                 add("exposed", cursor_s + exposed_s, decode.node)
                 if decode.has_computed_prompt and first_s is not None:
                     add("prefill", first_s, decode.node)
             add("decode", last_s, decode.node, () if decode.figures.is_split else ("queue", "exposed"))
-        add("routing", last_s)
+        add_former(last_s)
         return parts
 
     def first_token_parts(self) -> list[Part]:
@@ -344,8 +387,9 @@ class Timeline:
             return 0.0, 0.0
         parts = self.parts()
         after = ("exposed", "decode")
-        end_s = next((part.start_s for part in parts if part.kind in after), self._last_s)
-        start_s = max(self._decode.sent_s, end_s - hidden_s)
+        sent_s = self._decode.sent_s
+        ends = (part.start_s for part in parts if part.kind in after and part.start_s >= sent_s)
+        start_s = max(sent_s, (end_s := next(ends, self._last_s)) - hidden_s)
         return (start_s, end_s - start_s) if end_s > start_s else (0.0, 0.0)
 
     def report(self) -> dict[str, Any]:

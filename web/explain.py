@@ -25,11 +25,20 @@ _PARTS: Final = {
     "prefill": "prompt",
     "exposed": "cache, what the prompt did not hide of it",
     "decode": "first step",
+    "lost": "call of a node that was lost",
 }
 #: The spans of a vLLM node that its router cannot see, and which of these parts they are.
 _KINDS: Final = {"queue": "queue", "load_wait": "exposed"}
 #: Attributes that are the same in all rows, and the columns of events.
-_NOT_SHOWN: Final = ("at", "name", "request_id", "client_request_id", "phase", "http.request.method")
+_NOT_SHOWN: Final = (
+    "at",
+    "name",
+    "request_id",
+    "client_request_id",
+    "phase",
+    "placement",
+    "http.request.method",
+)
 
 
 class NotToldError(Exception):
@@ -169,11 +178,11 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
     if not spans:
         return lines
     for _, span in spans:
+        if choice := span.attributes.get("placement"):
+            lines += ["", f"the router chose {choice} (estimated)"]
         lines += _first_token(span, {server.url: server.spans for server in servers})
-    if not any(span.name in ("offer", "claim", "load") for _, span in spans):
-        lines.append(
-            "  (no claims and reads: start the nodes with --connector-option trace=true to see them)"
-        )
+    if hint := _hint([span for _, span in spans]):
+        lines.append(f"  ({hint})")
     began = min(span.start for _, span in spans)
     scale = _BAR / max(max(span.end for _, span in spans) - began, 1e-6)
     rows: list[tuple[float, Sequence[str]]] = []
@@ -196,6 +205,22 @@ def tell(request: str, servers: Sequence[Told]) -> list[str]:
     head = ("starts at".rjust(12), "lasts".rjust(12), "", "where", "what")
     table = columns([head, *(row for _, row in rows)])
     return [*lines, "", *table, "", "times of different hosts are as exact as their clocks agree"]
+
+
+def _hint(spans: Sequence[SpanRecord]) -> str:
+    """Say why nothing of a handoff is told; empty if something is, or if the request reached no node."""
+    names = {span.name for span in spans}
+    if names & {"offer", "claim", "load"}:
+        return ""
+    if "router" in names:
+        if not names & {"prefill_call", "decode_call"}:
+            return ""
+        is_handed_over = any(span.name == "prefill_call" and not span.error for span in spans)
+    else:
+        is_handed_over = not any(span.attributes.get("phase") == "alone" for span in spans)
+    if not is_handed_over:
+        return "nothing was handed over: the node that answered computed the prompt itself"
+    return "no claims and reads: start the nodes with the connector option trace=true to see them"
 
 
 @dataclass(frozen=True)

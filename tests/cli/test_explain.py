@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -160,6 +161,65 @@ def test_the_time_until_the_first_token_is_told_in_parts_that_add_up_to_it() -> 
         ["20.0", "ms", "20%", "=" * 5, "first", "step", "http://p"],
     ]
     assert not any(line.split()[-1:] == [PART] for line in lines)
+
+
+def _told_of_calls(*calls: str, errors: Sequence[str] = (), **attributes: str) -> list[str]:
+    """Return the account of a router that made these calls, in this order."""
+    spans = [SpanRecord("a", "router", 1.0, 2.0, attributes)]
+    for number, name in enumerate(calls):
+        error = errors[number] if number < len(errors) else ""
+        spans.append(
+            SpanRecord("a", name, 1.1 + number / 10, 1.2 + number / 10, {"node": "http://n"}, error=error)
+        )
+    return tell("a", [Told("http://r", "router", spans=tuple(spans))])
+
+
+@pytest.mark.parametrize(
+    ("calls", "errors", "is_traced"),
+    [
+        (("decode_call",), (), True),
+        (("prefill_call", "decode_call"), ("NodeGoneError: lost",), True),
+        (("prefill_call", "decode_call"), (), False),
+    ],
+)
+def test_only_for_a_handover_the_option_that_shows_its_reads_is_named(
+    calls: Sequence[str], errors: Sequence[str], is_traced: bool
+) -> None:
+    text = "\n".join(_told_of_calls(*calls, errors=errors))
+    assert ("nothing was handed over: the node that answered computed the prompt" in text) is is_traced
+    assert ("trace=true" in text) is not is_traced
+
+
+def test_a_node_that_was_asked_alone_says_that_nothing_was_handed_over() -> None:
+    generate = SpanRecord("a", "generate", 1.0, 2.0, {"phase": "alone"})
+    lines = tell("a", [Told("http://n", "node", spans=(SpanRecord("a", "node", 1.0, 2.0), generate))])
+    assert "nothing was handed over" in "\n".join(lines)
+
+
+def test_a_request_that_reached_no_node_is_told_without_advice() -> None:
+    text = "\n".join(_told_of_calls())
+    assert "trace=true" not in text
+    assert "handed over" not in text
+
+
+def test_the_choice_of_the_nodes_has_a_line_of_its_own() -> None:
+    lines = _told_of_calls("decode_call", placement="local: the only way; first token 27 ms")
+    assert [line for line in lines if "the only way" in line] == [
+        "the router chose local: the only way; first token 27 ms (estimated)"
+    ]
+
+
+def test_a_lost_call_is_told_as_time_of_its_node() -> None:
+    parts = (
+        {"at": 5.0, "name": PART, "kind": "routing", "node": "", "seconds": 0.004},
+        {"at": 5.0, "name": PART, "kind": "lost", "node": "http://p", "seconds": 3.916},
+    )
+    lines = tell(
+        "a", [Told("http://r", "router", spans=(SpanRecord("a", "router", 1.0, 5.0, events=parts),))]
+    )
+    (line,) = [line for line in lines if "3916.0 ms" in line]
+    assert "call of a node that was lost" in line
+    assert line.endswith("http://p")
 
 
 def test_what_a_router_cannot_tell_apart_is_told_by_the_spans_of_a_vllm_node() -> None:

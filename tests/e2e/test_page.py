@@ -7,10 +7,12 @@ import json
 import re
 import signal
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +20,13 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, Spawn
+from kvferry.router.page import content_security_policy
 from tests.e2e.conftest import START_TIMEOUT_S
 from tests.support.browser import chromium, find_chromium
 from tests.support.client import Client
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 pytestmark = pytest.mark.slow
 
@@ -250,3 +253,217 @@ def test_a_node_that_dies_is_shown_as_gone(browser: Browser, fleet: Fleet) -> No
         assert "connection refused" in node.inner_text()
         assert f"decode node {fleet.decode.url} is gone" in watched.page.locator("#announce").inner_text()
         assert "no healthy pair" in watched.page.locator("#status").inner_text()
+
+
+# -- of a router that only exists in the answers that the page gets ------------------------------------
+
+#: Nothing is asked there: the browser is answered by the test.
+MADE_UP = "http://router.test"
+#: The width of the widest row of a real account, which a page must scroll within itself.
+LONG_LINE = (
+    "0.0 ms  3916.3 ms  =====  router  prefill_call  node http://10.0.0.7:8100, " + "detail 1.2345, " * 20
+)
+
+
+def made_up_node(number: int, role: str, **fields: Any) -> dict[str, Any]:
+    load = {"running": number % 5, "waiting": 0, "pool_usage": number % 90 / 100}
+    known = {"kv_role": "kv_both" if role == "both" else None, "models": ["meta-llama/Llama-3.1-8B-Instruct"]}
+    node = {"url": f"http://10.20.30.{number}:8100", "state": "ready", "why": "", "in_flight": number % 7}
+    return {**node, "load": load, "sources": ["option"], "role": role, **known, **fields}
+
+
+def made_up_nodes(num: int, num_in_trouble: int = 0) -> list[dict[str, Any]]:
+    """Return a third of prefill nodes, a third of decode nodes, and a third that does both, which the router lists twice."""
+    troubles = ("gone", "ejected", "draining", "refused")
+    why = "the connection was refused: is the process running, and does it listen at this address?"
+    nodes = []
+    for number in range(num):
+        trouble = {"state": troubles[number % 4], "why": why} if number >= num - num_in_trouble else {}
+        role = ("prefill", "decode", "both")[number % 3]
+        one = made_up_node(number, role, **trouble)
+        nodes += [{**one, "role": each} for each in (("prefill", "decode") if role == "both" else (role,))]
+    return nodes
+
+
+def made_up_request(number: int, **fields: Any) -> dict[str, Any]:
+    prefill, decode = "http://10.20.30.0:8100", "http://10.20.30.1:8100"
+    kinds = (
+        ("routing", "", 20.0),
+        ("queue", prefill, 30.0),
+        ("prefill", prefill, 350.0),
+        ("exposed", decode, 60.0),
+    )
+    parts, at = [], 0.0
+    for kind, node, ms in (*kinds, ("decode", decode, 900.0 + 40 * number)):
+        parts.append({"kind": kind, "node": node, "start_ms": at, "ms": ms, "includes": []})
+        at += ms
+    return {
+        "number": number, "id": f"3f2b9c1e-request-with-a-long-id-that-a-client-chose-{number}", "path": "/v1/chat/completions",
+        "arrived_at": 1.8e9 + number, "is_done": True, "status": 200, "error": "", "attempts": 1,
+        "placement": "handover: local would take 1515 ms more in all; first token 412 ms, others delayed 0.0 ms, 0.12 requests late",
+        "prefill": prefill, "decode": decode, "prompt_tokens": 1320, "output_tokens": 64, "pieces": 64, "longest_pause_ms": 45.0,
+        "total_ms": at, "first_token_ms": 461.0, "parts": parts, "hidden": {"start_ms": 200.0, "ms": 190.0},
+        "transfer": {"transport": "shm", "mechanism": "mapped", "bytes": 66_000_000, "ms": 250.0}, **fields,
+    }  # fmt: skip
+
+
+def made_up_state(nodes: Sequence[Mapping[str, Any]], *requests: Mapping[str, Any]) -> dict[str, Any]:
+    seconds = {name: [7] * 120 for name in ("done", "failed", "output_tokens", "bytes")}
+    slots = [
+        None if slot < 5 else [35.0 + slot, 60.0 + 2 * slot, 120.0 + 90 * (slot % 7)] for slot in range(30)
+    ]
+    latency = {"all": [48.0, 92.0, 610.0], "slots": slots}
+    latencies = {"slot_s": 10, "first": latency, "next": {"all": None, "slots": [None] * 30}}
+    return {
+        "run": "1", "version": "0.1.0", "now": time.time(), "uptime_s": 4000.0, "status": "ok", "is_ready": True,
+        "nodes": nodes, "last": len(requests), "keeps": 200, "num_in_flight": 0, "in_flight": [], "history": seconds,
+        "finished": requests, "latencies": latencies,
+    }  # fmt: skip
+
+
+@contextmanager
+def showing(browser: Browser, state: Mapping[str, Any], **options: Any) -> Iterator[Page]:
+    """Open the page of a router that says `state`, and explains each request in long lines."""
+    html = (files("kvferry.router") / "page.html").read_text(encoding="utf-8")
+    explained = {"lines": ["request r7", "", *[LONG_LINE] * 30]}
+
+    def answer(route: Route) -> None:
+        path = route.request.url.removeprefix(MADE_UP)
+        if path == "/":
+            headers = {"Content-Security-Policy": content_security_policy(html), "Content-Type": "text/html"}
+            route.fulfill(body=html, headers=headers)
+        else:
+            said = (
+                explained
+                if "explain" in path
+                else {**state, "finished": state["finished"] if "since=0" in path else []}
+            )
+            route.fulfill(body=json.dumps(said), content_type="application/json")
+
+    with browser.new_context(**options) as context:
+        context.route("**/*", answer)
+        watched = Watched(context, MADE_UP)
+        yield watched.page
+        assert watched.complaints == []
+
+
+@pytest.mark.parametrize("width", [390, 1280, 1440])
+@pytest.mark.parametrize("num_nodes", [3, 50])
+def test_no_click_makes_the_page_wider_than_its_window(browser: Browser, width: int, num_nodes: int) -> None:
+    failed = made_up_request(
+        2, status=503, error="no node: http://10.20.30.0:8100: " + "connection_refused" * 20
+    )
+    state = made_up_state(made_up_nodes(num_nodes, num_nodes // 6), made_up_request(1), failed)
+    with showing(browser, state, viewport={"width": width, "height": 900}) as page:
+
+        def check() -> None:
+            assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+
+        check()
+        for control in page.locator("#content").locator("summary, fieldset label, button").all():
+            control.click(timeout=WAIT_MS)
+            check()
+        page.locator(".account").nth(1).get_by_text("request r7").wait_for(timeout=WAIT_MS)
+        page.locator(".account").nth(0).get_by_text("request r7").wait_for(timeout=WAIT_MS)
+        check()
+
+
+def test_the_header_counts_the_nodes_that_are_ready_and_says_what_the_others_are(browser: Browser) -> None:
+    with showing(browser, made_up_state(made_up_nodes(50, 8))) as page:
+        assert page.locator("#status .says").inner_text() == (
+            "42 of 50 nodes ready: 2 gone, 2 refused, 2 ejected, 2 draining"
+        )
+        assert "doubt" in (page.locator("#status").get_attribute("class") or "")
+    with showing(browser, made_up_state(made_up_nodes(3))) as page:
+        assert page.locator("#status .says").inner_text() == "3 of 3 nodes ready"
+        assert page.locator("#status").get_attribute("class") == "status "
+    with showing(browser, {**made_up_state(made_up_nodes(3)), "status": "ok, but no cache arrives"}) as page:
+        assert page.locator("#status .says").inner_text() == "3 of 3 nodes ready · no cache arrives"
+    with showing(
+        browser, {**made_up_state([]), "status": "no healthy pair of nodes", "is_ready": False}
+    ) as page:
+        assert page.locator("#status .says").inner_text() == "no healthy pair of nodes · 0 of 0 nodes ready"
+
+
+def test_nodes_in_trouble_come_first_and_equal_healthy_ones_are_one_line(browser: Browser) -> None:
+    with showing(browser, made_up_state(made_up_nodes(50, 8))) as page:
+        for role in ("prefill", "decode", "both"):
+            states = page.locator(f"#{role}-nodes > li .state:visible").all_inner_texts()
+            assert states[-1].endswith("ready")
+            assert not any(state.endswith("ready") for state in states[:-1])
+        fold = page.locator("#prefill-nodes summary")
+        assert "14 nodes" in fold.inner_text()
+        assert "in flight, 0 to 6 each" in fold.inner_text()
+        assert page.get_by_text("http://10.20.30.0:8100").is_hidden()
+        # Unfolded by the keyboard, it stays so, with the focus, while the page goes on asking.
+        fold.focus()
+        page.keyboard.press("Enter")
+        assert page.get_by_text("http://10.20.30.0:8100").is_visible()
+        with page.expect_response("**/page/state?since=*", timeout=WAIT_MS):
+            pass
+        with page.expect_response("**/page/state?since=*", timeout=WAIT_MS):
+            pass
+        assert page.get_by_text("http://10.20.30.0:8100").is_visible()
+        assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
+
+
+def test_a_node_that_does_both_is_drawn_once_and_without_an_arrow(browser: Browser) -> None:
+    nodes = [made_up_node(number, role) for number in range(3) for role in ("prefill", "decode")]
+    nodes[1] |= {"state": "ejected", "why": "five requests failed"}
+    with showing(browser, made_up_state(nodes)) as page:
+        assert page.locator(".node").count() == 3
+        assert page.locator("#apart").is_hidden()
+        (first, *_) = page.locator("#both-nodes .node").all_inner_texts()
+        assert "ejected" in first
+        assert "as decode node: five requests failed" in first
+        assert "2 of 3 nodes ready" in page.locator("#status").inner_text()
+
+
+def test_percentiles_are_lines_that_are_told_apart_without_colours(browser: Browser) -> None:
+    with showing(browser, made_up_state(made_up_nodes(3))) as page:
+        assert page.locator("#first-keys li").all_inner_texts() == [
+            "p50\n48.0 ms",
+            "p90\n92.0 ms",
+            "p99\n610 ms",
+        ]
+        dashes = {
+            page.locator(f"#first-plot path.{name}").evaluate(
+                "path => getComputedStyle(path).strokeDasharray"
+            )
+            for name in ("p50", "p90", "p99")
+        }
+        assert len(dashes) == 3
+        assert "none in the last five minutes" in page.locator("#next-plot").inner_text()
+
+
+def test_each_request_says_where_it_was_placed(browser: Browser) -> None:
+    requests = [
+        made_up_request(1),
+        made_up_request(2, prefill=""),
+        made_up_request(3, prefill="http://10.20.30.1:8100"),
+        made_up_request(4, prefill="", decode=""),
+    ]
+    with showing(browser, made_up_state(made_up_nodes(3), *requests)) as page:
+        assert page.locator("td.way").all_inner_texts() == ["–", "local", "local", "handover"]
+        looks = {
+            page.locator(f".legend .dot.{way}").evaluate(
+                "dot => [getComputedStyle(dot).backgroundColor, getComputedStyle(dot).clipPath].join()"
+            )
+            for way in ("local", "handover")
+        }
+        assert len(looks) == 2
+        assert "local would take 1515 ms more" in (page.locator("td.way").last.get_attribute("title") or "")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_fifty_nodes_are_read_by_a_screen_reader(browser: Browser, scheme: Any) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    lost = {"kind": "lost", "node": "http://10.20.30.2:8100", "start_ms": 0.0, "ms": 9.0, "includes": []}
+    requests = [made_up_request(1), made_up_request(2, prefill="", parts=[lost])]
+    with showing(browser, made_up_state(made_up_nodes(50, 8), *requests), color_scheme=scheme) as page:
+        page.locator("summary").first.click()
+        page.locator("button.toggle").first.click()
+        assert "lost call" in page.locator("tr.detail:visible").inner_text()
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()

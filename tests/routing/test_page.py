@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 from aiohttp import ClientTimeout, web
 
-from kvferry.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests, Timeline
+from kvferry.router.timelines import (
+    MAX_ERROR_CHARS,
+    MAX_FORMER_CALLS,
+    MAX_ID_CHARS,
+    MAX_RECENT,
+    RecentRequests,
+    Timeline,
+)
 from kvferry.web.sse import Event
 from tests.support.fake_nodes import NodeHandler, let_rendezvous, routed
 
@@ -123,6 +130,88 @@ def test_a_delay_lengthens_the_part_in_which_it_is_until_the_first_token(
     parts = timeline.first_token_parts()
     assert {part.kind: part.seconds for part in parts} == expected
     assert sum(part.seconds for part in parts) == timeline.first_token_s == sum(expected.values())
+
+
+class TestALostCall:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        now = [100.0]
+        monkeypatch.setattr("kvferry.router.timelines.time.monotonic", lambda: now[0])
+        return now
+
+    def test_is_time_of_its_node(self, clock: list[float]) -> None:
+        timeline = Timeline(arrived_s=100.0)
+        timeline.prefill_sent("http://p")
+        clock[0] += 4.0
+        timeline.call_lost("prefill")
+        clock[0] += 0.5
+        timeline.decode_sent("http://d", is_alone=True)
+        clock[0] += 0.25
+        timeline.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
+        parts = [(part.kind, part.node, part.seconds) for part in timeline.first_token_parts()]
+        assert parts == [("lost", "http://p", 4.0), ("routing", "", 0.5), ("decode", "http://d", 0.25)]
+
+    def test_keeps_the_first_token_that_the_client_has(self, clock: list[float]) -> None:
+        timeline = Timeline(arrived_s=100.0)
+        for node in ("http://a", "http://b"):
+            timeline.decode_sent(node, is_alone=True)
+            clock[0] += 1.0
+            timeline.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
+            timeline.pieces_sent(1)
+            clock[0] += 2.0
+            timeline.call_lost("decode")
+            clock[0] += 0.5
+        timeline.ended(502)
+        assert timeline.first_token_s == 1.0
+        (first,) = timeline.first_token_parts()
+        assert (first.kind, first.node, first.seconds) == ("decode", "http://a", 1.0)
+        parts = [(part.kind, part.node, part.seconds) for part in timeline.parts()]
+        assert parts == [
+            *(
+                ("decode", "http://a", 3.0),
+                ("routing", "", 0.5),
+                ("decode", "http://b", 3.0),
+                ("routing", "", 0.5),
+            )
+        ]
+
+    def test_is_kept_while_there_are_few(self, clock: list[float]) -> None:
+        timeline = Timeline(arrived_s=100.0)
+        for number in range(MAX_FORMER_CALLS + 10):
+            timeline.decode_sent(f"http://{number}", is_alone=True)
+            clock[0] += 1.0
+            timeline.call_lost("decode")
+        timeline.ended(502)
+        parts = timeline.parts()
+        # The first one is the router's: the calls that are forgotten.
+        assert len(parts) == 1 + MAX_FORMER_CALLS
+        assert sum(part.seconds for part in parts) == MAX_FORMER_CALLS + 10
+
+    async def test_is_the_nodes_also_behind_a_real_router(self) -> None:
+        class Breaks(Node):
+            async def handle(self, request: web.Request) -> web.StreamResponse:
+                await asyncio.sleep(0.2)
+                assert request.transport is not None
+                request.transport.abort()
+                return await super().handle(request)
+
+        one = await record([Breaks()], [DECODE], decode_alone="always")
+        (lost,) = [part for part in one["parts"] if part["kind"] == "lost"]
+        assert lost["node"].startswith("http://")
+        assert lost["ms"] >= 199
+
+
+async def test_a_stream_counts_in_the_percentiles_of_the_last_minutes() -> None:
+    decode = Node(*[{"choices": [{"text": "x"}]}] * 4, is_stream=True, wait_s=0.05)
+    async with routed([PREFILL], [decode]) as client:
+        async with client.post("/v1/completions", json={"prompt": "p", "stream": True}) as answer:
+            await answer.read()
+        latencies = (await (await client.get("/page/state")).json())["latencies"]
+    assert (
+        latencies["first"]["all"][0] >= 60
+    )  # the prefill node waited 20 ms, and percentiles may be 5 % lower
+    assert latencies["next"]["all"][-1] >= 40
+    assert sum(slot is not None for slot in latencies["next"]["slots"]) in (1, 2)
 
 
 @pytest.mark.timeout(60)

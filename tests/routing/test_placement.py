@@ -224,7 +224,25 @@ def test_fixed_roles_are_a_restriction_of_the_choice() -> None:
 def test_a_choice_says_what_the_other_way_would_cost() -> None:
     choice = chosen(Ask(1000, 64), nodes(2))
     assert choice.total_s < choice.alternative_s < math.inf
-    assert str(choice).startswith("local; ttft=1.027; others=0.000; late=0.00; alternative=")
+    more_s = choice.alternative_s - choice.total_s
+    assert str(choice) == (
+        f"local: a handover would take {more_s * 1e3:.0f} ms more in all; first token 1027 ms, others delayed 0.0 ms, "
+        "0.00 requests late"
+    )
+
+
+@pytest.mark.parametrize(
+    ("alternative_s", "verdict"),
+    [
+        (2.5, "handover: local would take 1500 ms more in all; "),
+        (0.75, "handover: keeps the limits better than local, which would take 250 ms less in all; "),
+        (math.inf, "handover: the only way; "),
+    ],
+)
+def test_a_choice_says_in_words_why_it_was_made(alternative_s: float, verdict: str) -> None:
+    prefill, decode = nodes(2)
+    choice = Choice(prefill, decode, 0.412, 0.0095, 0.125, 1.0, 1.0, 0.0, alternative_s)
+    assert str(choice) == f"{verdict}first token 412 ms, others delayed 9.5 ms, 0.12 requests late"
 
 
 # -- what is learned ---------------------------------------------------------------------------------
@@ -480,7 +498,7 @@ async def test_idle_nodes_compute_the_prompts_that_they_answer() -> None:
     loads = [Both(), Both()]
     async with routed(loads, [], does_both=True) as client:
         for number in range(6):
-            assert (await ask(client, [number] * 64)).startswith("local; ttft=0.")
+            assert (await ask(client, [number] * 64)).startswith("local: ")
         page = await (await client.get("/metrics")).text()
     assert 'kvferry_router_placements_total{way="local"} 6.0' in page
     assert not any(each.num_prefills for each in loads)
