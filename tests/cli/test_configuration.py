@@ -146,7 +146,7 @@ def test_a_program_whose_packages_are_missing_says_what_to_install(
         assert main([name]) == 1
         error = capsys.readouterr().err
         assert f"kvferry {name} needs no_such_package and nor_this, which are not installed" in error
-        assert f"pip install 'kvferry[{extra}]'" in error
+        assert f"pip install '.[{extra}]'" in error
 
 
 def test_a_program_whose_options_cannot_be_imported_is_not_completed(

@@ -91,6 +91,33 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     assert not dead
 
 
+#: The two files that make a release install it by its name, from a folder or a test index only.
+RELEASING = {ROOT / "tools" / "release" / "build.sh", ROOT / "docs" / "releasing.md"}
+
+
+def test_nothing_tells_anyone_to_install_kvferry_by_its_name() -> None:
+    """No index has a release yet: whoever registered the name would get to run code at every reader's machine."""
+    by_name = re.compile(
+        r"\b(?:pip|pipx|uv|poetry)\d? (?:pip )?(?:tool )?(?:install|add|download|wheel)\b[^\n`#|&;]*?"
+        r"(?<![\w./-])kvferry(?![\w/-]|\.whl)"
+        r"|\binstalls? ['\"`]*kvferry\["
+    )
+    found = []
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [name for name in names if name not in ("build", "dist") and not name.startswith(".venv")]
+        names[:] = [
+            name for name in names if name not in (".git", "__pycache__") and not name.endswith("_cache")
+        ]
+        for path in (Path(folder, file) for file in files):
+            if path.suffix in (".so", ".png", ".pyc") or path in RELEASING or path == Path(__file__):
+                continue
+            found += [
+                f"{path.relative_to(ROOT)}: {match[0]}"
+                for match in by_name.finditer(path.read_text(errors="replace"))
+            ]
+    assert not found, "\n".join(found)
+
+
 def _page(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text()
 
