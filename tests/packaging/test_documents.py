@@ -136,6 +136,19 @@ def test_the_design_and_the_page_to_choose_from_have_every_transport() -> None:
     assert offered == set(BUILT_IN) - {"inproc"} | {"MultiConnector"}
 
 
+def test_one_page_says_what_has_run_on_gpus() -> None:
+    """Where several said it, they contradicted each other after the first run. The changelog tells history."""
+    known = r"(never|\bnot|un)[- ]?(been )?(run|ran|tried|tested)\b"
+    status = re.compile(
+        rf"{known}[^.|]*\bon (an? |two )?GPUs?\b|\bGPUs?\b[^.|]*{known}|\b(ran|run) on (an H|one GPU)"
+    )
+    for document in DOCUMENTS:
+        if document.name not in ("CHANGELOG.md", "cuda.md"):
+            said = status.search(_without_code(document.read_text()))
+            assert said is None, f"{document.name}: {said[0]!r} belongs on docs/cuda.md"
+    assert "## What has run on GPUs" in _page("cuda")
+
+
 class TestVersionsOfVllm:
     """`tools/vllm_versions.py` has the range, and `requirements-vllm.txt` the version that all tests use."""
 
