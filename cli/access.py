@@ -14,6 +14,8 @@ import urllib.parse
 from contextlib import ExitStack
 from typing import Final, Protocol
 
+from kvferry.web.files import text_of
+
 from .errors import CommandError, UsageError
 
 #: As servers of the reference engine name them.
@@ -103,8 +105,7 @@ def _host_of(url: str) -> str | None:
 
 def _key_in(option: str, path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = [line.strip() for line in file]
+        lines = [line.strip() for line in text_of(path, errors="replace").splitlines()]
     except OSError as error:
         raise UsageError(f"{option}={path!r} cannot be read: {error.strerror}; correct the path") from error
     for line in lines:

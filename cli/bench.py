@@ -9,7 +9,7 @@ from kvferry.web.columns import columns
 
 from .doctor import add_path_options, on_this_machine, path_finder, positive, status_of, to_doctor
 from .errors import OK, UsageError
-from .output import add_json, print_json
+from .output import add_json, print_json, say
 from .path_table import PATHS
 from .version import versions
 
@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**about, "paths": [outcome.to_json() for outcome in outcomes], "ok": status == OK})
     else:
-        print(", ".join(f"{name} {value}" for name, value in found.items() if value))
-        print("\n".join(_table(outcomes)))
+        say(", ".join(f"{name} {value}" for name, value in found.items() if value), *_table(outcomes))
     return status
 
 

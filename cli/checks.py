@@ -270,7 +270,7 @@ def gpus_of(driver: ctypes.CDLL) -> Iterator[Finding]:
         text = f"{name.value.decode(errors='replace')}, {_size(num_bytes.value)}{reach}"
         yield Finding("devices", f"GPU {ordinal}", "ok", text)
     if count.value and find_spec("cuda") is None:
-        remedy = "`pip install 'kvferry[cuda]'`: without it no pool can be on a GPU"
+        remedy = "`pip install '.[cuda]'` in the clone of kvferry: without it no pool can be on a GPU"
         yield Finding("devices", "CUDA bindings", "note", "not installed", remedy)
 
 

@@ -16,10 +16,11 @@ import argparse
 import difflib
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from kvferry.web.files import text_of
 
 from .errors import UsageError
 
@@ -45,14 +46,21 @@ def read(path: str) -> Mapping[str, Any]:
     named = path or os.environ.get(VARIABLE, "")
     file = Path(named) if named else default_path()
     try:
-        return tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = text_of(file)
+    except UnicodeDecodeError as error:
         raise UsageError(f"{file}: not TOML: {error}") from error
     except OSError as error:
         if not named:
             return {}
         by = "--config" if path else VARIABLE
         raise UsageError(f"{by}={named!r} cannot be read: {error.strerror}; correct the path") from error
+    # Not above, because it brings NumPy, which most commands do not need.
+    from kvferry.transports.checked import Refused, toml_of
+
+    try:
+        return toml_of(text)
+    except Refused as refused:
+        raise UsageError(f"configuration file {str(file)!r} {refused.why}; correct it") from refused
 
 
 def apply(tables: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentParser], command: str) -> None:
@@ -94,7 +102,9 @@ class _Replaced(list[object]):
 
 def _value(place: str, action: argparse.Action, value: object) -> object:
     """Turn a value of the file into what argparse would have made of the same text."""
-    wrong = f"configuration file: {place}={value!r}"
+    from kvferry.transports.checked import shown
+
+    wrong = f"configuration file: {place}={shown(value)}"
     if action.nargs == 0:  # a flag
         if not isinstance(value, bool):
             raise UsageError(f"{wrong}: it must be true or false")
@@ -107,7 +117,12 @@ def _value(place: str, action: argparse.Action, value: object) -> object:
         return _Replaced(
             _one(wrong, action, item) for item in (value if isinstance(value, list) else [value])
         )
-    return _one(wrong, action, json.dumps(value) if isinstance(value, dict) else value)
+    if isinstance(value, dict):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:  # a date, or a number of very many digits
+            raise UsageError(f"{wrong}: it must be what JSON has as well: {error}") from error
+    return _one(wrong, action, value)
 
 
 def _one(wrong: str, action: argparse.Action, value: object) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -103,12 +102,15 @@ def path_finder(text: str) -> Callable[[str], Path]:
     Raises:
         UsageError: the options are no JSON object of objects, or name an unknown path.
     """
+    # Not above, because it brings NumPy, which most commands do not need.
+    from kvferry.transports.checked import Refused, json_of, shown
+
     try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--options must be JSON: {error}; got {text!r}") from error
+        options = json_of(text)
+    except Refused as refused:
+        raise UsageError(f"--options={shown(text)} {refused.why}; give a JSON object") from refused
     if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
-        raise UsageError(f"--options must map names of paths to options, got {text!r}")
+        raise UsageError(f"--options must map names of paths to options, got {shown(text)}")
     unknown = sorted(options.keys() - set(PATHS))
     if unknown:
         raise UsageError(f"--options names the unknown path {unknown[0]!r}; known: {', '.join(PATHS)}")
@@ -243,12 +245,17 @@ def path_lines(outcomes: list[Outcome]) -> list[str]:
 
 def _listen(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
     from kvferry.transports.errors import ConfigurationError
+    from kvferry.transports.network import parse_port_range
 
     from .remote import Listener, parse_host_port
 
     host, port = parse_host_port(arguments.listen, "--listen")
     if arguments.json:
         raise UsageError("--json has no meaning with --listen: it prints a log; remove one of them")
+    if arguments.port_range and not parse_port_range(arguments.port_range):
+        raise UsageError(
+            f"--port-range must be LOW-HIGH within 1-65535, got {arguments.port_range!r}; give the lower port first"
+        )
     try:
         listener = Listener(host, port, find, say, arguments.port_range)
     except ConfigurationError as error:

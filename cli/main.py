@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kvferry.web.columns import columns
 
@@ -38,6 +38,15 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
 _INTERRUPTED = 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors show the words of the command line without what would move the terminal's cursor."""
+
+    def error(self, message: str) -> NoReturn:
+        from kvferry.transports.checked import printable
+
+        super().error(printable(message, keep="\n"))
+
+
 def make_parser(with_options: Container[str] = ()) -> argparse.ArgumentParser:
     """Build the parser of the whole command line.
 
@@ -47,7 +56,7 @@ def make_parser(with_options: Container[str] = ()) -> argparse.ArgumentParser:
     Raises:
         CommandError: a package that one of these programs needs is not installed.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvferry",
         description="Run, check, measure and watch nodes that hand over KV caches. `kvferry COMMAND --help` shows the "
         "options of a command.",

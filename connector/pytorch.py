@@ -16,6 +16,6 @@ IS_INSTALLED = find_spec("torch") is not None
 def missing(package: str) -> BackendUnavailableError:
     """Return the error to raise where `package` is imported without PyTorch."""
     return BackendUnavailableError(
-        f"{package} cannot be imported: PyTorch is not installed; run `pip install 'kvferry[torch]'`, or on a machine "
-        "without a GPU `pip install torch --index-url https://download.pytorch.org/whl/cpu`"
+        f"{package} cannot be imported: PyTorch is not installed; run `pip install '.[torch]'` in the clone of "
+        "kvferry, or on a machine without a GPU `pip install torch --index-url https://download.pytorch.org/whl/cpu`"
     )

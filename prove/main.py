@@ -23,6 +23,7 @@ from typing import Final
 
 from kvferry.reference.demo.launcher import Launcher, LaunchError
 from kvferry.reference.demo.near_tie import tolerance_of
+from kvferry.transports.checked import printable
 from kvferry.transports.errors import ConfigurationError
 
 from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerError, parse_environment
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, program: str = "kvferry prove") -> int:
     try:
         return _run(arguments, program)
     except (ConfigurationError, LaunchError, SingleServerError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(printable(f"{program}: {error}", keep="\n"), file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
 
 
@@ -228,6 +229,7 @@ class _Progress:
         self._started = time.monotonic()
 
     def __call__(self, text: str) -> None:
+        text = printable(text, keep="\n")
         print(f"{time.monotonic() - self._started:7.1f} s  {text}", file=sys.stderr, flush=True)
 
 
@@ -333,8 +335,8 @@ def _tell(arguments: argparse.Namespace, results: Results, folder: Path) -> int:
     if arguments.json:
         print((folder / "results.json").read_text())
     else:
-        print(text)
-    print(f"results, tables and logs: {folder}", file=sys.stderr)
+        print(printable(text, keep="\n"))
+    print(printable(f"results, tables and logs: {folder}"), file=sys.stderr)
     return int(any(target.bad for target in results.targets.values()))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from kvferry.transports.checked import Refused, json_of
 from kvferry.transports.errors import ConfigurationError
+from kvferry.web.files import text_of
 
 SIDES: Final = ("prefill", "decode", "stranger")
 
@@ -321,12 +322,13 @@ def _custom(text: str) -> Connector:
     key = "--transfer-config"
     try:
         if text.startswith("@"):
-            with open(text[1:]) as file:
-                text = file.read()
-        found = json.loads(text)
-    except (OSError, ValueError) as error:
+            text = text_of(text[1:])
+        found = json_of(text)
+    except (OSError, UnicodeDecodeError, Refused) as error:
         raise ConfigurationError(
-            f"{key} must be JSON, or @FILE with JSON: {error}; got {text[:100]!r}", key=key, value=text
+            f"{key} must be JSON, or @FILE with JSON: {str(error).strip()}; got {text[:100]!r}",
+            key=key,
+            value=text,
         ) from error
     for name in ("kv_connector", "ec_connector"):
         if isinstance(found, dict) and isinstance(connector := found.get(name), str):

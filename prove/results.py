@@ -111,7 +111,7 @@ class Results:
                     for row, stages in target["cells"].items()
                 }
                 self.targets[name] = Target(**{**target, "cells": cells})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(
                 f"--out names a folder whose {self._path.name} cannot be continued: {error}; name another folder",
                 key="--out",

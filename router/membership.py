@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from yarl import URL
+
+from ..transports.checked import Refused, json_of, toml_of
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -158,9 +158,11 @@ def parse_nodes(raw: bytes, *, is_json: bool) -> Mapping[Role, tuple[str, ...]]:
     try:
         # An empty file names no node, in JSON as in TOML.
         text = raw.decode()
-        parsed: Any = (json.loads(text) if text.strip() else {}) if is_json else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadNodesError(f"it is not valid {'JSON' if is_json else 'TOML'}: {error}") from None
+        parsed: Any = (json_of(text) if text.strip() else {}) if is_json else toml_of(text)
+    except UnicodeDecodeError as error:
+        raise BadNodesError(f"it is not text in UTF-8: {error}") from None
+    except Refused as refused:
+        raise BadNodesError(f"it {refused.why}") from None
     if not isinstance(parsed, dict):
         raise BadNodesError(
             f"it must be an object with the lists 'prefill' and 'decode', got {_kind(parsed)}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ..transports.checked import Refused, json_of, shown
 from ..transports.errors import ConfigurationError
+from ..web.files import text_of
 
 #: A file of costs is a few hundred bytes.
 MAX_BYTES = 1 << 16
+#: No time in seconds and no number of tokens is larger; sums and products of them stay finite.
+MAX_VALUE = 1e15
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,13 @@ def read_costs(path: Path) -> Costs:
         return ConfigurationError(text, key="--costs", value=str(path))
 
     try:
-        with path.open("rb") as file:
-            told = json.loads(file.read(MAX_BYTES))
-    except (OSError, ValueError) as error:
+        told = json_of(text_of(path, MAX_BYTES))
+    except OSError as error:
+        raise wrong(f"it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise wrong(f"no JSON could be read: {error}") from error
+    except Refused as refused:
+        raise wrong(f"no JSON could be read: it {refused.why}") from refused
     if not isinstance(told, dict):
         raise wrong("it must be a JSON object")
     kinds = {each.name: type(each.default) for each in fields(Costs)}
@@ -94,8 +100,7 @@ def read_costs(path: Path) -> Costs:
         if name not in kinds:
             raise wrong(f"unknown key {name!r}; the keys are {', '.join(kinds)}")
         is_number = type(value) is kinds[name] or (kinds[name] is float and type(value) is int)
-        if not is_number or not math.isfinite(value) or value < (1 if kinds[name] is int else 0):
-            raise wrong(
-                f"{name} must be a number of at least {1 if kinds[name] is int else 0}; got {value!r}"
-            )
+        lowest = 1 if kinds[name] is int else 0
+        if not is_number or not lowest <= value <= MAX_VALUE:
+            raise wrong(f"{name} must be a number from {lowest} to {MAX_VALUE:g}; got {shown(value)}")
     return Costs(**told)

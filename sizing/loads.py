@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, BinaryIO, Final
 
 import xxhash
 
 from ..router.prefixes import PIECE_TOKENS
+from ..transports.checked import Refused, integer, integers, json_of, record, refuse, shown
 from ..transports.errors import ConfigurationError
 
 #: Tokens that a number in a trace's `hash_ids` stands for.
 TOKENS_PER_HASH = 512
 #: Of one request in a trace.
 MAX_TOKENS = 10_000_000
+#: Of a trace: some thirty thousand years.
+MAX_MS = 1e15
+#: A line with all hashes of a prompt of `MAX_TOKENS` has half of that.
+MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,38 +44,56 @@ class Turn:
 Conversation = tuple[Turn, ...]
 
 
-def read_trace(lines: Iterable[str], scale: float, number: int) -> list[Conversation]:
+def _milliseconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_MS:
+        refuse("a number of milliseconds of at least 0", value)
+    return value
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of a trace. It may have other keys as well."""
+
+    timestamp: Annotated[float, _milliseconds]
+    input_length: Annotated[int, integer(1, MAX_TOKENS)]
+    output_length: Annotated[int, integer(1, MAX_TOKENS)]
+    hash_ids: Annotated[tuple[int, ...], integers(0, 1 << 64, MAX_TOKENS // TOKENS_PER_HASH + 1)] = ()
+
+
+_ROW: Final = record(_Row)
+
+
+def read_trace(lines: Iterable[str | bytes], scale: float, number: int) -> list[Conversation]:
     """Return a trace's first requests, with their arrivals in seconds. Lengths are divided by `scale`.
 
     A prompt begins like another one as far as their `hash_ids` are equal.
 
     Raises:
-        ValueError: A line is no request.
+        ValueError: A line is no request, or is earlier than the line before.
     """
     requests: list[Conversation] = []
-    for own, line in enumerate(lines):
-        if own == number:
-            break
+    before = 0.0
+    for own, line in enumerate(itertools.islice(lines, number)):
         try:
-            row = json.loads(line)
-            at, given, taken = row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"])
-            hashes = [int(each) for each in row.get("hash_ids", ())]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            row: _Row = _ROW.read_known(json_of(line))
+            if row.timestamp < before:
+                refused = f"must not be before {before:g}, that of the line before, got {row.timestamp:g}"
+                raise Refused(f"{refused}; sort the trace", ".timestamp")
+        except Refused as error:
             raise ValueError(
-                f"line {own + 1} must be a JSON object with timestamp (ms), input_length and output_length (tokens): "
-                f"{error!r}; got {line[:100]!r}"
+                f"line {own + 1}: {str(error).strip()}; each line is a JSON object with timestamp (ms, in the order of "
+                f"arrival), input_length and output_length (tokens): correct {shown(line)}"
             ) from error
-        if not (0 <= at < float("inf") and 0 <= given <= MAX_TOKENS and 0 <= taken <= MAX_TOKENS):
-            raise ValueError(f"line {own + 1} has a number out of range: {line[:100]!r}")
-        left = max(1, round(given / scale))
+        before = row.timestamp
+        left = max(1, round(row.input_length / scale))
         pieces = []
-        for block in hashes:
+        for block in row.hash_ids:
             pieces.append((f"block {block}", min(left, max(1, round(TOKENS_PER_HASH / scale)))))
             left -= pieces[-1][1]
             if not left:
                 break
         pieces += [(f"prompt {own}", left)] if left else []
-        requests.append((Turn(at, tuple(pieces), max(1, round(taken / scale))),))
+        requests.append((Turn(row.timestamp / 1e3, tuple(pieces), max(1, round(row.output_length / scale))),))
     return requests
 
 
@@ -80,13 +104,30 @@ def read_trace_file(path: Path, scale: float, number: int) -> list[Conversation]
         ConfigurationError: It cannot be read, or a line is no request.
     """
     try:
-        with path.open() as file:
-            found = read_trace(file, scale, number)
+        with path.open("rb") as file:
+            found = read_trace(_lines_of(file), scale, number)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--trace={str(path)!r}: {error}", key="--trace", value=str(path)) from error
     if not found:
-        raise ConfigurationError(f"--trace={str(path)!r} has no lines", key="--trace", value=str(path))
+        raise ConfigurationError(
+            f"--trace={str(path)!r} has no lines; give a file with one request per line",
+            key="--trace",
+            value=str(path),
+        )
     return found
+
+
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be a device without a line's end."""
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"line {number} has more than {MAX_LINE_BYTES} bytes; give a file with one request per line"
+            )
+        if not line:
+            return
+        yield line
 
 
 def sizes(plan: Sequence[Conversation]) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from html import escape
 from typing import Final
 
 from ..router.placement import Limits
+from ..transports.checked import printable
 from ..transports.errors import ConfigurationError
 from ..web.access import node_access_of
 from .costs import Costs, read_costs, write_costs
@@ -35,14 +36,14 @@ def run(arguments: argparse.Namespace, program: str = "kvferry plan") -> int:
     try:
         return _run(arguments)
     except ConfigurationError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(printable(f"{program}: {error}"), file=sys.stderr)
         return 2
     except (MeasuringError, HopelessError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(printable(f"{program}: {error}"), file=sys.stderr)
         return 1
     except ExceptionGroup as group:
         # The answers of a batch were asked for together.
-        print(f"{program}: {group.exceptions[0]}", file=sys.stderr)
+        print(printable(f"{program}: {group.exceptions[0]}"), file=sys.stderr)
         return 1
 
 
@@ -84,7 +85,7 @@ class _Progress:
         self._started = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        print(f"{time.monotonic() - self._started:7.1f} s  {text}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - self._started:7.1f} s  {printable(text)}", file=sys.stderr, flush=True)
 
 
 # -- measuring ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import statistics
@@ -18,6 +17,7 @@ import numpy as np
 
 from ..router.bodies import DO_REMOTE_DECODE
 from ..router.reading import node_session
+from ..transports.checked import Refused, json_of
 from ..web.access import NodeAccess
 from .costs import Costs
 
@@ -259,13 +259,13 @@ class _Node:
     async def look(self) -> int:
         """Find the name of the model and the size of the pool. Returns the most tokens of a request."""
         try:
-            (told,) = json.loads(await self._text("GET", "/v1/models"))["data"][:1]
+            (told,) = json_of(await self._text("GET", "/v1/models"))["data"][:1]
             self._model, limit = str(told["id"]), told.get("max_model_len")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (Refused, ValueError, KeyError, TypeError, AttributeError) as error:
             raise MeasuringError(f"{self._url}/v1/models names no model: {error!r}") from error
         page = await self._text("GET", "/metrics")
         (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", page, re.MULTILINE)[:1] or [""]
-        config = dict(re.findall(r'(\w+)="(\d+)"', labels))
+        config = dict(re.findall(r'(\w+)="(\d{1,18})"', labels))
         self.pool_tokens = int(config.get("num_gpu_blocks", 0)) * int(config.get("block_size", 0))
         return limit if type(limit) is int else LONGEST
 
@@ -294,12 +294,12 @@ class _Node:
                     )
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
-                        event = json.loads(line[6:])
+                        event = json_of(line[6:])
                         if "error" in event:
                             raise MeasuringError(f"{self._url} failed: {event['error']}")
                         if event.get("choices"):
                             times.append(time.perf_counter())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, Refused) as error:
             raise MeasuringError(f"{self._url} cannot be asked: {error!r}; is the node running?") from error
         if not times:
             raise MeasuringError(f"{self._url} answered no token")
@@ -309,8 +309,8 @@ class _Node:
         """Let the node compute a prompt for another one."""
         body = self._body(prompt, 1) | {"kv_transfer_params": dict(DO_REMOTE_DECODE)}
         try:
-            params = json.loads(await self._text("POST", "/v1/completions", body)).get("kv_transfer_params")
-        except (ValueError, AttributeError) as error:
+            params = json_of(await self._text("POST", "/v1/completions", body)).get("kv_transfer_params")
+        except (Refused, AttributeError) as error:
             raise MeasuringError(f"{self._url} answered no JSON: {error!r}") from error
         if not isinstance(params, dict):
             raise MeasuringError(f"{self._url} offers no cache; start it with a connector, or give one URL")

@@ -21,6 +21,7 @@ import json
 import math
 import re
 import reprlib
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
@@ -46,6 +47,9 @@ T = TypeVar("T")
 _SHOWN_CHARS: Final = 80
 #: That a JSON of ours nests, with some to spare.
 _MAX_LEVELS: Final = 16
+#: Of an integer. TOML may write a longer one in hexadecimal, which Python reads and refuses to print.
+_MAX_BITS: Final = 4096
+_TOO_MUCH: Final = f"it has more than {_MAX_LEVELS} levels, or a number of more than {_MAX_BITS} bits"
 
 
 class Refused(Exception):
@@ -106,25 +110,40 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def json_of(text: str | bytes) -> Any:
-    """Return the value that another program wrote as JSON.
+    """Return the value that another program or a user wrote as JSON.
 
     Raises:
-        Refused: It is no JSON, or nested so deeply that printing it would fail.
+        Refused: It is no JSON, or printing it would fail: it is nested very deeply, or has a number of very many digits.
     """
+    return _read("JSON", json.loads, text)
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """Return the tables that a user wrote as TOML. Raises `Refused` as `json_of` does."""
+    tables: dict[str, Any] = _read("TOML", tomllib.loads, text)
+    return tables
+
+
+def _read(form: str, parse: Callable[[Any], Any], text: str | bytes) -> Any:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"is no JSON: {error}") from error
-    if not _is_nested_within(value, _MAX_LEVELS):
-        raise Refused(f"is no JSON of ours: it has more than {_MAX_LEVELS} levels")
+        value = parse(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"is no {form}: {error}") from error
+    except (ValueError, RecursionError) as error:  # an integer beyond Python's own limit of digits
+        raise Refused(f"is no {form} of ours: {_TOO_MUCH}") from error
+    if not _is_printable(value, _MAX_LEVELS):
+        raise Refused(f"is no {form} of ours: {_TOO_MUCH}")
     return value
 
 
-def _is_nested_within(value: object, levels: int) -> bool:
+def _is_printable(value: object, levels: int) -> bool:
+    """Whether `repr` and `json.dumps` of a value surely work."""
+    if isinstance(value, int):
+        return value.bit_length() <= _MAX_BITS
     if not isinstance(value, dict | list):
         return True
     parts = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_nested_within(part, levels - 1) for part in parts)
+    return levels > 0 and all(_is_printable(part, levels - 1) for part in parts)
 
 
 def integer(low: int, high: int | None = None) -> Callable[[object], int]:

@@ -48,7 +48,8 @@ class Driver:
             self.memcpy = self._address(b"cuMemcpyAsync", _VERSION)
         except (ImportError, RuntimeError, TransportError) as error:
             raise BackendUnavailableError(
-                f"a pool on a GPU needs CUDA's driver and `pip install 'kvferry[cuda]'`: {error}"
+                f"a pool on a GPU needs CUDA's driver and its bindings for Python (run `pip install '.[cuda]'` in the clone "
+                f"of kvferry): {error}"
             ) from error
 
     def _address(self, name: bytes, version: int) -> int:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, Self, cast
 from urllib.parse import urlsplit
 
-from .checked import integer, seconds
+from .checked import integer, seconds, shown
 from .endpoint import C, Peer, PeerTable
 from .errors import BackpressureError, ConfigurationError, KVTransferError, PeerLostError
 from .outside import outside, typed
@@ -102,6 +102,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def parse_port_range(text: str) -> range:
+    """Return the ports that `"low-high"` names; none if it is malformed, or the first one is higher than the last."""
+    low, _, high = text.partition("-")
+    if not all(port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536 for port in (low, high)):
+        return range(0)
+    return range(int(low), int(high) + 1)
+
+
 # == options =======================================================================================
 
 
@@ -159,16 +167,15 @@ class NetworkOptions(HandshakeOptions):
         """
         if not self.port_range:
             return range(self.port, self.port + 1)
-        low, dash, high = self.port_range.partition("-")
-        is_range = dash and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536
-        if self.port or not is_range:
+        found = parse_port_range(self.port_range)
+        if self.port or not found:
             raise ConfigurationError(
                 f"port_range must be 'low-high' within 1-65535, and port must not be set; got "
-                f"port_range={self.port_range!r}, port={self.port}",
+                f"port_range={shown(self.port_range)}, port={self.port}",
                 key="port_range",
                 value=self.port_range,
             )
-        return range(int(low), int(high) + 1)
+        return found
 
     def ports_of(self, address: HostPort | None) -> tuple[str, range]:
         """Return the host to listen on and the ports to try: those of an address, or without one those of the options."""

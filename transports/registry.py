@@ -42,12 +42,18 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
     {
         "auto": BuiltIn("auto:AutoTransport"),
         "inproc": BuiltIn("inproc:InProcTransport"),
-        "nixl": BuiltIn("nixl:NIXLTransport", package="nixl_cu12", remedy="`pip install 'kvferry[nixl]'`"),
+        "nixl": BuiltIn(
+            "nixl:NIXLTransport",
+            package="nixl_cu12",
+            remedy="`pip install '.[nixl]'` in the clone of kvferry",
+        ),
         "shm": BuiltIn(
             "shm:SharedMemoryTransport", remedy="it needs Linux and Python's own `os.memfd_create`"
         ),
         "tcp": BuiltIn("tcp:TcpTransport", package="xxhash", remedy="`pip install xxhash`"),
-        "ucx": BuiltIn("ucx:UCXTransport", package="ucxx", remedy="`pip install 'kvferry[ucx]'`"),
+        "ucx": BuiltIn(
+            "ucx:UCXTransport", package="ucxx", remedy="`pip install '.[ucx]'` in the clone of kvferry"
+        ),
         "zeromq": BuiltIn("zeromq:ZeroMQTransport", package="zmq", remedy="`pip install pyzmq xxhash`"),
     }
 )

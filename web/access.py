@@ -28,6 +28,7 @@ from ..transports.errors import ConfigurationError
 from ..transports.network import is_loopback
 from ..transports.tls_files import load_ca, load_chain, require_readable, versions_of
 from .errors import ApiError
+from .files import text_of
 
 #: Environment variables that hold a key. Unlike an option, no other user can read them.
 API_KEY_VARIABLE = "KVFERRY_API_KEY"
@@ -125,8 +126,14 @@ class _File:
         self._version = versions_of([self._path])
         require_readable(self._option, self._path, is_secret=True)
         where = f"{self._option}={self._path!r}"
-        with open(self._path, encoding="utf-8", errors="replace") as file:
-            lines = [line.strip() for line in file]
+        try:
+            lines = [line.strip() for line in text_of(self._path, errors="replace").splitlines()]
+        except OSError as error:
+            raise ConfigurationError(
+                f"{where} cannot be read: {error.strerror}; correct the path",
+                key=self._option,
+                value=self._path,
+            ) from error
         keys = [_checked(where, line) for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ConfigurationError(f"{where} has no key: write one per line", key=self._option, value="")

@@ -33,7 +33,7 @@ _SERVICE_NAME: Final = "OTEL_SERVICE_NAME"
 _EXPORT_TIMEOUT: Final = "OTEL_EXPORTER_OTLP_TIMEOUT"
 
 _NEEDED: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-_INSTALL: Final = "install kvferry[otel]"
+_INSTALL: Final = "run `pip install '.[otel]'` in the clone of kvferry"
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from ...web.files import text_of
 from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL
 from ..node.options import DEFAULT_CONNECTOR, add_option, connector_options, words_of
@@ -330,7 +331,7 @@ def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
 def _read_prompts(path: Path) -> tuple[str, ...]:
     """Read one prompt per line. Name each blank line: it may be a prompt that got lost."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text_of(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"cannot read --prompt-file {str(path)!r}: {error}") from None
     blank = [number for number, line in enumerate(lines, 1) if not line.strip()]

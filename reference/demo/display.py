@@ -98,7 +98,7 @@ class Whole:
 
 def say(line: str) -> None:
     """Print a line about the demo itself. It goes to standard error, so that the answers stay apart."""
-    print(line, file=sys.stderr, flush=True)
+    print(_shown(line), file=sys.stderr, flush=True)
 
 
 def _shown(text: str) -> str:

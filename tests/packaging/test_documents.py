@@ -91,6 +91,33 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     assert not dead
 
 
+#: The two files that make a release install it by its name, from a folder or a test index only.
+RELEASING = {ROOT / "tools" / "release" / "build.sh", ROOT / "docs" / "releasing.md"}
+
+
+def test_nothing_tells_anyone_to_install_kvferry_by_its_name() -> None:
+    """No index has a release yet: whoever registered the name would get to run code at every reader's machine."""
+    by_name = re.compile(
+        r"\b(?:pip|pipx|uv|poetry)\d? (?:pip )?(?:tool )?(?:install|add|download|wheel)\b[^\n`#|&;]*?"
+        r"(?<![\w./-])kvferry(?![\w/-]|\.whl)"
+        r"|\binstalls? ['\"`]*kvferry\["
+    )
+    found = []
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [name for name in names if name not in ("build", "dist") and not name.startswith(".venv")]
+        names[:] = [
+            name for name in names if name not in (".git", "__pycache__") and not name.endswith("_cache")
+        ]
+        for path in (Path(folder, file) for file in files):
+            if path.suffix in (".so", ".png", ".pyc") or path in RELEASING or path == Path(__file__):
+                continue
+            found += [
+                f"{path.relative_to(ROOT)}: {match[0]}"
+                for match in by_name.finditer(path.read_text(errors="replace"))
+            ]
+    assert not found, "\n".join(found)
+
+
 def _page(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text()
 
@@ -107,6 +134,19 @@ def test_the_design_and_the_page_to_choose_from_have_every_transport() -> None:
     )
     offered = {name.strip("`") for name in _first_cells(table)}
     assert offered == set(BUILT_IN) - {"inproc"} | {"MultiConnector"}
+
+
+def test_one_page_says_what_has_run_on_gpus() -> None:
+    """Where several said it, they contradicted each other after the first run. The changelog tells history."""
+    known = r"(never|\bnot|un)[- ]?(been )?(run|ran|tried|tested)\b"
+    status = re.compile(
+        rf"{known}[^.|]*\bon (an? |two )?GPUs?\b|\bGPUs?\b[^.|]*{known}|\b(ran|run) on (an H|one GPU)"
+    )
+    for document in DOCUMENTS:
+        if document.name not in ("CHANGELOG.md", "cuda.md"):
+            said = status.search(_without_code(document.read_text()))
+            assert said is None, f"{document.name}: {said[0]!r} belongs on docs/cuda.md"
+    assert "## What has run on GPUs" in _page("cuda")
 
 
 class TestVersionsOfVllm:

@@ -112,7 +112,7 @@ def test_a_package_that_needs_torch_says_how_to_install_it(package: str, tmp_pat
     done = _run(f"import sys; sys.modules['torch'] = None; import {package}", tmp_path)
     assert done.returncode != 0
     assert f"{package} cannot be imported: PyTorch is not installed" in done.stderr
-    assert "pip install 'kvferry[torch]'" in done.stderr
+    assert "pip install '.[torch]'" in done.stderr
 
 
 def test_importing_the_connector_opens_nothing(tmp_path: Path) -> None:

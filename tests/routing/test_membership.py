@@ -235,7 +235,7 @@ async def test_a_source_that_fails_says_so_in_the_routers_view(tmp_path: Path) -
 
         async def is_told() -> bool:
             (source,) = (await made.get("/nodes"))[1]["sources"]
-            return source["name"] == "file" and "not valid JSON" in source["problem"]
+            return source["name"] == "file" and "is no JSON" in source["problem"]
 
         await until(is_told)
 

@@ -145,8 +145,8 @@ def test_an_empty_list_names_no_node(is_json: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "not valid JSON"),
-        ("[" * 10_000, "not valid JSON"),
+        ("{", "is no JSON"),
+        ("[" * 10_000, "is no JSON"),
         ("[]", "got list"),
         ('{"prefil": []}', "unknown key 'prefil'"),
         ('{"prefill": "http://x"}', "'prefill' must be a list"),
@@ -186,7 +186,7 @@ async def test_a_broken_file_keeps_the_last_good_list_and_is_reported_once(
     for _ in range(3):
         await source.refresh(heard)
     assert heard.last == {"prefill": (A,), "decode": ()}
-    assert "not valid TOML" in source.problem
+    assert "is no TOML" in source.problem
     (line,) = [record.getMessage() for record in caplog.records]
     assert str(path) in line
     assert "keeps the nodes that it read there last" in line

@@ -92,6 +92,13 @@ def test_a_node_that_does_not_run_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "http://127.0.0.1:9/v1/models cannot be asked" in capsys.readouterr().err
 
 
+def test_the_url_of_a_node_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--measure", "http://127.0.0.1:9/\x1b[2J"]) == 1
+    error = capsys.readouterr().err
+    assert "\x1b" not in error
+    assert "\\x1b[2J" in error
+
+
 def test_costs_are_found_from_what_they_sum_up_to() -> None:
     chance = random.Random(3)
     names = ("request_s", "step_s", "prompt_token_s", "context_s", "answer_s", "answer_context_s", "mixed_s")

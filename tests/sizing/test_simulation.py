@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,20 +103,53 @@ def test_prompts_share_keys_as_far_as_their_blocks_are_equal() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("x", "must be a JSON object"),
-        ("[1]", "must be a JSON object"),
-        ('{"timestamp": 0, "input_length": 5}', "output_length"),
-        ('{"timestamp": -1, "input_length": 5, "output_length": 5}', "out of range"),
-        ('{"timestamp": 0, "input_length": 1e99, "output_length": 5}', "out of range"),
+        ("x", "is no JSON"),
+        ("[1]", "must be a mapping, got [1]"),
+        ("[" * 100_000, "has more than 16 levels"),
+        ("\xff", "is no JSON"),
+        ('{"timestamp": 9, "input_length": 5}', "output_length is missing"),
+        (
+            '{"timestamp": -1, "input_length": 5, "output_length": 5}',
+            "timestamp must be a number of milliseconds",
+        ),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 5}', "of at least 0, got nan"),
+        ('{"timestamp": true, "input_length": 5, "output_length": 5}', "of at least 0, got True"),
+        (
+            f'{{"timestamp": {"9" * 400}, "input_length": 5, "output_length": 5}}',
+            "timestamp must be a number",
+        ),
+        (
+            f'{{"timestamp": {"9" * 5000}, "input_length": 5, "output_length": 5}}',
+            "a number of more than 4096 bits",
+        ),
+        ('{"timestamp": 7, "input_length": 5, "output_length": 5}', "timestamp must not be before 8, "),
+        (
+            '{"timestamp": 9, "input_length": 3.5, "output_length": 5}',
+            "input_length must be an integer from 1 ",
+        ),
+        ('{"timestamp": 9, "input_length": true, "output_length": 5}', "to 10000000, got True"),
+        ('{"timestamp": 9, "input_length": 1e99, "output_length": 5}', "to 10000000, got 1e+99"),
+        (
+            '{"timestamp": 9, "input_length": 5, "output_length": 0}',
+            "output_length must be an integer from 1 ",
+        ),
+        ('{"timestamp": 9, "input_length": 5, "output_length": 5, "hash_ids": ["7"]}', "hash_ids[0] must be"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, why: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n' + line + "\n")
-    with pytest.raises(ConfigurationError, match=why) as caught:
+    path.write_text(
+        '{"timestamp": 8, "input_length": 5, "output_length": 5}\n' + line + "\n", encoding="latin-1"
+    )
+    with pytest.raises(ConfigurationError, match=re.escape(why)) as caught:
         read_trace_file(path, 1.0, 10)
     assert "line 2" in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_trace_without_a_line_end_is_not_read_for_ever() -> None:
+    with pytest.raises(ConfigurationError, match="line 1 has more than 1048576 bytes"):
+        read_trace_file(Path("/dev/zero"), 1.0, 10)
 
 
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -134,6 +168,10 @@ def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
         ('{"step_s": "1"}', "step_s must be"),
         ('{"chunk_tokens": 0}', "chunk_tokens must be"),
         ('{"chunk_tokens": 1.5}', "chunk_tokens must be"),
+        ('{"step_s": ' + "9" * 400 + "}", "step_s must be"),
+        ('{"step_s": ' + "9" * 5000 + "}", "a number of more than 4096 bits"),
+        ("[" * 10_000, "it has more than 16 levels"),
+        ('"\x00"' * 30_000, "more than 65536 bytes"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(tmp_path: Path, text: str, why: str) -> None:

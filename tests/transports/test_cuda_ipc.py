@@ -461,7 +461,7 @@ def test_without_cuda_the_error_says_what_to_install(
         monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     driver.failures["cuInit"] = CUresult.CUDA_ERROR_NOT_INITIALIZED
     transport = SharedMemoryTransport()
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'kvferry\[cuda\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cuda\]'"):
         transport.register(Pool([Segment(PAGE, PAGE, "cuda")]))
     transport.close()
 

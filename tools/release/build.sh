@@ -40,8 +40,10 @@ for wheel in dist/*"_$(uname -m).whl"; do
 	python -m venv "$build/empty"
 	version=${wheel#dist/kvferry-}
 	version=${version%%-*}
-	# By its name, so that the list of components has no path of this machine.
-	"$build/empty/bin/python" -m pip install --quiet --find-links dist "kvferry==$version"
+	# By its name, so that the list of components has no path of this machine; without an index, so that no other package of
+	# that name is taken. The second command finds it installed, and installs its dependencies.
+	"$build/empty/bin/python" -m pip install --quiet --no-index --no-deps --find-links dist "kvferry==$version"
+	"$build/empty/bin/python" -m pip install --quiet "kvferry==$version"
 	"$build/empty/bin/python" tools/release/check_install.py
 done
 
