@@ -89,7 +89,7 @@ def apply(tables: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
 
 
 def long_name(action: argparse.Action) -> str:
-    """Return an option's name in the file and for completion: the first of its long names, as `--help` shows it."""
+    """Return an option's name in the file: the first of its long names, as `--help` shows it."""
     return next((name for name in action.option_strings if name.startswith("--")), action.option_strings[-1])
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 from kvferry.web.columns import columns
 
-from . import bench, completion, config_file, doctor, explain, version
+from . import bench, config_file, doctor, explain, version
 from .errors import OK, CommandError
 from .output import say
 from .programs import PROGRAMS
@@ -31,7 +31,7 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
     "run nodes": tuple(PROGRAMS.values()),
     "look at a machine": (doctor, bench),
     "look at running nodes": (explain,),
-    "about the command": (version, completion),
+    "about the command": (version,),
 }
 
 #: What a shell reports for a program that was interrupted.

@@ -18,7 +18,6 @@ Each folder is one room:
     handoff         its protocol, as pure state machines
     planning        which bytes of one pool go where in another, as pure functions
     identity        digests: do two nodes run the same model, and do two prompts have the same cache?
-    multi           several connectors on one node
     vllm            kvferry inside vLLM
     testing         the suites that every connector passes
 
@@ -76,13 +75,11 @@ from .stats import KVConnectorStats, StatsCollector, TransferRecord
 
 if TYPE_CHECKING:
     from .identity.content import block_digests
-    from .multi import MultiConnector
     from .p2p.connector import PeerToPeerConnector
 
 #: Imported at their first use, because they import the protocol and the transports.
 _LAZY = {
     "block_digests": ".identity.content",
-    "MultiConnector": ".multi",
     "PeerToPeerConnector": ".p2p.connector",
 }
 
@@ -112,7 +109,6 @@ __all__ = [
     "MambaSpec",
     "ModelConfig",
     "ModelIdentity",
-    "MultiConnector",
     "ParallelConfig",
     "PeerToPeerConnector",
     "ScheduledRequest",

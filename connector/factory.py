@@ -27,7 +27,7 @@ class KVConnectorFactory:
     """Makes connectors by name."""
 
     #: Name → `module:Class`.
-    _registry: ClassVar[dict[str, str]] = {"MultiConnector": "kvferry.connector.multi:MultiConnector"}
+    _registry: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:

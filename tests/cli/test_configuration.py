@@ -1,9 +1,8 @@
-"""The configuration file, and the completion of the command line."""
+"""The configuration file, and what the programs of `kvferry.reference` need."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -109,38 +108,6 @@ def test_words_of_the_command_line_do_not_move_the_cursor(capsys: pytest.Capture
         assert "[2J" in error
 
 
-def _completed(script: str, *words: str) -> list[str]:
-    """Ask bash for the completions of the last word."""
-    quoted = " ".join(f"'{word}'" for word in words)
-    program = (
-        f"{script}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _kvferry; echo ${{COMPREPLY[@]}}"
-    )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.split()
-
-
-def test_bash_completes_commands_options_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    names = list(commands_of(make_parser()))
-    assert _completed(script, "kvferry", "") == [*names, "--help", "--config"]
-    assert _completed(script, "kvferry", "do") == ["doctor"]
-    assert _completed(script, "kvferry", "doctor", "--pe") == ["--peer"]
-    assert _completed(script, "kvferry", "doctor", "--path", "shm") == ["shm", "shm-foreign", "shm-gpu"]
-    assert _completed(script, "kvferry", "completion", "f") == ["fish"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_accept_their_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "doctor" in script
-    assert "shm-foreign" in script
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
-
-
 # -- the programs of kvferry.reference -----------------------------------------------------------------------
 
 
@@ -168,14 +135,6 @@ def test_an_option_with_two_names_and_one_with_a_negation_have_their_first_name_
         assert getattr(parser.parse_args(["demo"]), name.replace("-", "_")) == value
 
 
-def test_bash_completes_the_options_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    assert _completed(script, "kvferry", "se") == ["serve"]
-    assert _completed(script, "kvferry", "serve", "--kv-t") == ["--kv-transfer-config"]
-    assert _completed(script, "kvferry", "serve", "--role", "de") == ["decode"]
-
-
 def test_a_program_whose_packages_are_missing_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,17 +144,6 @@ def test_a_program_whose_packages_are_missing_says_what_to_install(
         error = capsys.readouterr().err
         assert f"kvferry {name} needs no_such_package and nor_this, which are not installed" in error
         assert f"pip install '.[{extra}]'" in error
-
-
-def test_a_program_whose_options_cannot_be_imported_is_not_completed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(PROGRAMS["serve"], "needs", ("no_such_package",))
-    monkeypatch.setattr(PROGRAMS["serve"], "_options", "no_such_package.cli")
-    assert main(["serve", "--help"]) == 1
-    assert "kvferry serve needs no_such_package, which is not installed" in capsys.readouterr().err
-    assert main(["completion", "bash"]) == 0
-    assert _completed(capsys.readouterr().out, "kvferry", "serve", "--ro") == []
 
 
 def test_programs_need_what_the_extra_installs() -> None:

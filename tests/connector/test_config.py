@@ -147,13 +147,6 @@ def test_the_transport_may_be_named_together_with_its_connector() -> None:
         ("auto", {"transport_options": {"local_options": {"copy_thread": 2}}}, "did you mean 'copy_threads'? "),
         ("auto", {"transport_options": {"network": "zeromq", "network_options": {"prot": 2}}}, "did you mean 'port'? "),
         ("auto", {"transport_options": {"network": "zeromk"}}, "unknown transport 'zeromk': did you mean 'zeromq'? "),
-        ("MultiConnector", {"conectors": []}, "unknown connector option 'conectors': did you mean 'connectors'? "),
-        ("MultiConnector", {"connectors": [{"kv_conector": "shm"}]}, "did you mean 'kv_connector'? "),
-        (
-            "MultiConnector",
-            {"connectors": [{"kv_connector": "shm", "kv_connector_extra_config": {"leas_s": 1}}]},
-            "unknown connector option 'leas_s': did you mean 'lease_s'? ",
-        ),
     ],
     ids=str,
 )  # fmt: skip

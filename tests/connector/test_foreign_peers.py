@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.multi import MultiConnector
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config, load
 from kvferry.transports.errors import ForeignTransportError
 
@@ -107,13 +106,3 @@ def test_forged_addresses_fail_one_request(connector: str, num_addresses: int, n
     assert consumer.load_error("forged") != ""
     assert consumer.worker.failure == ""
     assert_whole(consumer)
-
-
-def test_a_failure_names_the_child_connector_that_failed(nodes: Nodes) -> None:
-    multi = nodes.make("MultiConnector", connectors=[{"kv_connector": "shm"}, {"kv_connector": "inproc"}])
-    assert isinstance(multi.worker, MultiConnector)
-    assert (multi.worker.failure, multi.worker.warning) == ("", "")
-    first = next(iter(multi.worker.children.values()))
-    loop = first._half._running._loop  # type: ignore[union-attr]
-    loop._failure = "it broke"
-    assert multi.worker.failure == "SharedMemoryConnector: it broke"

@@ -117,27 +117,9 @@ class OneClass(KVConnectorBase):
         return self.sent, None
 
 
-class OwnMemory(OneClass):
-    def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return super().allocate_kv_memory(num_bytes, device) + 7
-
-
-class HalfMemory(TwoClasses):
-    def make_worker_half(self) -> TwoClassWorker:
-        class Worker(TwoClassWorker):
-            def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-                return super().allocate_kv_memory(num_bytes, device) + 7
-
-        return Worker()
-
-
 class Unfinished(KVConnectorBase):
     def make_scheduler_half(self) -> TwoClassScheduler:
         return TwoClassScheduler()
-
-
-def named(connector: type[KVConnectorBase]) -> dict[str, Any]:
-    return {"kv_connector": connector.__name__, "kv_connector_module_path": __name__}
 
 
 def make(connector: type[KVConnectorBase], role: KVConnectorRole) -> KVConnectorBase:
@@ -213,12 +195,3 @@ def test_a_half_without_an_implementation_is_named() -> None:
         ConfigurationError, match="does not implement start_load_kv; .* override make_worker_half"
     ):
         make(Unfinished, WORKER)
-
-
-@pytest.mark.parametrize(("second", "expected"), [(OwnMemory, 7), (HalfMemory, 7), (TwoClasses, 0)])
-def test_the_first_child_that_allocates_memory_is_used(second: type[KVConnectorBase], expected: int) -> None:
-    options = {"connectors": [named(OneClass), named(second)]}
-    config = engine_config("MultiConnector", kv_connector_extra_config=options)
-    worker = KVConnectorFactory.create_connector(config, WORKER, PER_LAYER.kv_cache_config())
-    assert worker.allocates_memory == bool(expected)
-    assert worker.allocate_kv_memory(8, torch.device("cpu")).tolist() == [expected] * 8

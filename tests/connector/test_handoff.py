@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvferry.connector.testing import (
-    ConnectorConformance,
     HandoffConformance,
     MakeNode,
     Request,
@@ -48,10 +47,3 @@ class TestOurs(HandoffConformance):
             assert producer.held
             fetch(consumer, producer, Request("d", 18, params))
         settle(producer, *consumers)
-
-
-class TestSeveralInOne(ConnectorConformance):
-    @pytest.fixture
-    def transfer(self) -> Mapping[str, Any]:
-        children = [{"kv_connector": "shm"}, {"kv_connector": "zeromq"}]
-        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}

@@ -133,7 +133,7 @@ def test_the_design_and_the_page_to_choose_from_have_every_transport() -> None:
         r"^\| connector \|.*?\n\n", _page("choosing-a-transport"), flags=re.MULTILINE | re.DOTALL
     )
     offered = {name.strip("`") for name in _first_cells(table)}
-    assert offered == set(BUILT_IN) - {"inproc"} | {"MultiConnector"}
+    assert offered == set(BUILT_IN) - {"inproc"}
 
 
 def test_one_page_says_what_has_run_on_gpus() -> None:

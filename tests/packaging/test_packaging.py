@@ -61,7 +61,7 @@ def test_the_entry_points_are_those_of_the_table_of_built_in_transports() -> Non
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     targets = {scheme: f"kvferry.transports.{row.target}" for scheme, row in BUILT_IN.items()}
     assert points["kvferry.transports"] == targets
-    names = {connector_over(scheme).__name__ for scheme in BUILT_IN} | {"MultiConnector"}
+    names = {connector_over(scheme).__name__ for scheme in BUILT_IN}
     assert points["kvferry.connectors"].keys() == names
     for name, target in points["kvferry.connectors"].items():
         found = EntryPoint(name, target, "kvferry.connectors").load()

@@ -43,11 +43,9 @@ def another(sock: socket.socket) -> FrameSocket:
 
 FRAMES: dict[str, tuple[Callable[[socket.socket], FrameSocket], bytes]] = {
     "a message of a transport from outside": (another, encode_frame(1, b"its message")),
-    "tcp: hello": (tcp_stream, tcp.Hello(4, (4096, 1), 128 << 10, b"0123456789abcdef").encode()),
-    "tcp: join": (tcp_stream, tcp.Join(b"0123456789abcdef", 3).encode()),
-    "tcp: joined": (tcp_stream, tcp.Joined(3).encode()),
+    "tcp: hello": (tcp_stream, tcp.Hello(4, (4096, 1), 128 << 10).encode()),
     "tcp: message": (tcp_stream, encode_frame(tcp.Kind.MESSAGE, b"a control message")),
-    "tcp: fetch": (tcp_stream, tcp.Fetch(7, 0, True, Guard(1, 2), ROWS).encode()),
+    "tcp: fetch": (tcp_stream, tcp.Fetch(7, True, Guard(1, 2), ROWS).encode()),
     "tcp: slice": (tcp_stream, tcp.Slice(7, 6).encode()),
     "tcp: end": (tcp_stream, tcp.End(7, 2**63, True).encode()),
     "tcp: ping": (tcp_stream, encode_frame(tcp.Kind.PING, b"")),
@@ -107,7 +105,7 @@ def test_a_node_whose_frames_have_no_sums_is_refused_by_its_version(world: World
         world.serve(lambda: bool(node.of_type(PeerLost)))
     (lost,) = node.of_type(PeerLost)
     assert isinstance(lost.error, VersionMismatchError)
-    assert "local 2, remote 1; upgrade the peer first" in str(lost.error)
+    assert f"local {tcp.PROTOCOL_VERSION}, remote 1; upgrade the peer first" in str(lost.error)
 
 
 def test_a_node_whose_frames_have_no_sums_is_sent_our_version(world: World) -> None:
@@ -124,7 +122,7 @@ def test_a_node_whose_frames_have_no_sums_is_sent_our_version(world: World) -> N
                 heard += sock.recv(4096)
             except TimeoutError:
                 continue
-    assert struct.unpack_from("<B11sI", heard, 4) == (tcp.Kind.HELLO, b"kvferry-tcp", 2)
+    assert struct.unpack_from("<B11sI", heard, 4) == (tcp.Kind.HELLO, b"kvferry-tcp", tcp.PROTOCOL_VERSION)
     assert node.of_type(Connected) == []
 
 

@@ -1,4 +1,4 @@
-"""The `tcp` transport keeps every promise of a transport: in plaintext, with TLS, and over several connections."""
+"""The `tcp` transport keeps every promise of a transport: in plaintext and with TLS."""
 
 from __future__ import annotations
 
@@ -44,10 +44,3 @@ class TestTcpWithTls(TcpConformance):
     @pytest.fixture
     def create(self, certificate: dict[str, str]) -> Create:
         return lambda options: TcpTransport({"tls": "on", **certificate, **options})
-
-
-@pytest.mark.option
-class TestTcpWithSeveralConnections(TcpConformance):
-    @pytest.fixture
-    def create(self) -> Create:
-        return lambda options: TcpTransport({"connections": 3, "slice_bytes": 256 << 10, **options})

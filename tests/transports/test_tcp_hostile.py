@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transports import Connected, Guard, PeerLost, TransferEnded
+from kvferry.transports import Guard, PeerLost, TransferEnded
 from kvferry.transports.errors import (
     ChecksumError,
     PeerLostError,
@@ -34,8 +34,6 @@ from kvferry.transports.tcp.wire import (
     End,
     Fetch,
     Hello,
-    Join,
-    Joined,
     Kind,
     Slice,
     decode,
@@ -44,11 +42,9 @@ from kvferry.transports.testing import World, pairs_of
 from kvferry.transports.testing.harness import Node
 
 POOL_BYTES = 1 << 20
-HELLO = Hello(4, (POOL_BYTES,), MAX_SLICE_BYTES, bytes(16))
+HELLO = Hello(4, (POOL_BYTES,), MAX_SLICE_BYTES)
 FRAMES = [
-    Hello(4, (4096, 1), 128 << 10, b"0123456789abcdef"),
-    Join(b"0123456789abcdef", 15),
-    Joined(3),
+    Hello(4, (4096, 1), 128 << 10),
     Slice(2**64 - 1, 2**40),
     End(7, 2**64 - 1, True),
     End(7, 0, False),
@@ -66,10 +62,10 @@ def test_frames_survive_the_wire(frame: Hello) -> None:
 
 def test_a_fetch_survives_the_wire() -> None:
     rows = np.array([[0, 5], [9, 1]], dtype=np.int64)
-    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(Fetch(7, 2, True, Guard(1, 2), rows).encode())
+    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(Fetch(7, True, Guard(1, 2), rows).encode())
     again = decode(kind, body)
     assert isinstance(again, Fetch)
-    assert (again.tag, again.lane, again.with_checksum, again.guard) == (7, 2, True, Guard(1, 2))
+    assert (again.tag, again.with_checksum, again.guard) == (7, True, Guard(1, 2))
     assert np.array_equal(again.rows, rows)
 
 
@@ -180,17 +176,15 @@ STRANGERS: dict[str, bytes] = {
     "a TLS client": bytes.fromhex("16030100f1010000ed0303"),
     "a frame too long": struct.pack("<IB", 1 << 31, Kind.MESSAGE),
     "an unknown frame": encode_frame(77, b""),
-    "half a hello": HELLO.encode()[:30],
+    "half a hello": HELLO.encode()[:20],
     "a message first": encode_frame(Kind.MESSAGE, b"hi"),
-    "a fetch first": Fetch(1, 0, False, Guard(0, 1), np.array([[0, 1]], dtype=np.int64)).encode(),
+    "a fetch first": Fetch(1, False, Guard(0, 1), np.array([[0, 1]], dtype=np.int64)).encode(),
     "a slice first": Slice(1, 5).encode() + b"12345",
     "an end first": End(1, 0, True).encode(),
     "another magic": HELLO.encode().replace(b"kvferry-tcp", b"kvferry-xyz"),
     "an impossible pool": replace(HELLO, num_bytes=(0,)).encode(),
     "a pool that is too large": replace(HELLO, num_bytes=(1 << 61,)).encode(),
     "no room for a slice": replace(HELLO, max_slice_bytes=0).encode(),
-    "a join of nothing": Join(bytes(16), 1).encode(),
-    "an impossible lane": Join(bytes(16), 99).encode(),
 }
 
 
@@ -222,17 +216,14 @@ def rows_of(*rows: tuple[int, int]) -> Any:
 
 #: What a connected peer may not send.
 CRIMES: dict[str, list[Any]] = {
-    "reads outside the pool": [Fetch(1, 0, False, Guard(0, 1), rows_of((POOL_BYTES, 1)))],
-    "reads before the pool": [Fetch(1, 0, False, Guard(0, 1), rows_of((-1, 1)))],
-    "reads nothing of something": [Fetch(1, 0, False, Guard(0, 1), rows_of((0, 0)))],
-    "reads too much at once": [Fetch(1, 0, False, Guard(0, 1), rows_of(*[(0, POOL_BYTES)] * 9))],
-    "an impossible guard": [Fetch(1, 0, False, Guard(1 << 40, 1), rows_of((0, 1)))],
-    "an unknown lane": [Fetch(1, 3, False, Guard(0, 1), rows_of((0, 1)))],
+    "reads outside the pool": [Fetch(1, False, Guard(0, 1), rows_of((POOL_BYTES, 1)))],
+    "reads before the pool": [Fetch(1, False, Guard(0, 1), rows_of((-1, 1)))],
+    "reads nothing of something": [Fetch(1, False, Guard(0, 1), rows_of((0, 0)))],
+    "reads too much at once": [Fetch(1, False, Guard(0, 1), rows_of(*[(0, POOL_BYTES)] * 9))],
+    "an impossible guard": [Fetch(1, False, Guard(1 << 40, 1), rows_of((0, 1)))],
     "an answer to nothing": [End(5, 0, True)],
     "a slice of nothing": [Slice(5, 100), bytes(100)],
     "a second hello": [HELLO],
-    "a join in the middle": [Join(bytes(16), 1)],
-    "an unknown joined": [Joined(1)],
 }
 
 
@@ -257,7 +248,7 @@ def test_a_peer_that_fetches_and_does_not_receive_is_dropped(
     peer = dial()
     peer.send(HELLO)
     peer.frame()
-    fetch = Fetch(1, 0, False, Guard(0, 1), rows_of(*[(0, POOL_BYTES)] * 8)).encode()
+    fetch = Fetch(1, False, Guard(0, 1), rows_of(*[(0, POOL_BYTES)] * 8)).encode()
     with suppress(ConnectionError):  # whichever call notices that the node has hung up
         for _ in range(500):
             peer.send(fetch)
@@ -265,23 +256,6 @@ def test_a_peer_that_fetches_and_does_not_receive_is_dropped(
     world.serve(lambda: bool(node.of_type(PeerLost)))
     assert isinstance(node.of_type(PeerLost)[0].error, ProtocolError)
     assert_serves(world, node)
-
-
-def test_a_lane_cannot_be_joined_twice(world: World, node: Node, dial: Callable[[], Peer]) -> None:
-    peer = dial()
-    peer.send(HELLO)
-    token = peer.frame().token
-    first, second = dial(), dial()
-    first.send(Join(token, 1))
-    assert first.frame() == Joined(1)
-    second.send(Join(token, 1))
-    assert second.hear(lambda heard: b"<end>" in heard)
-    peer.send(encode_frame(Kind.MESSAGE, b"still here"))
-    world.serve(
-        lambda: b"still here" in [m for p in node.of_type(Connected) for m in node.messages(p.peer_id)]
-    )
-    first.close()
-    world.serve(lambda: bool(node.of_type(PeerLost)))
 
 
 # -- an owner that lies ------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class TcpOptions(NetworkOptions):
         tls_peer_names: DNS names, separated by commas: a peer's certificate must contain one of them, whichever side
             connects. `*.example` stands for one label. Empty admits all certificates of the CA.
         checksums: Have the owner hash each slice (xxh3), and verify it before the read succeeds. TLS always verifies.
-        connections: TCP connections per peer. The node that connects decides.
         slice_bytes: Longest region that travels as one slice. Shorter ones share a slice of about this size.
         window_slices: Slices that may be in flight from one peer.
         spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
@@ -53,7 +52,6 @@ class TcpOptions(NetworkOptions):
     tls_verify_host: bool = True
     tls_peer_names: str = ""
     checksums: bool = True
-    connections: Annotated[int, integer(1, 16)] = 1
     slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
     window_slices: Annotated[int, integer(1, 64)] = 6
     spin_us: Annotated[int, integer(0, 10_000)] = field(default=200, metadata=INTERNAL)

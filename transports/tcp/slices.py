@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -71,7 +71,6 @@ class _Slice(sliced.Slice):
         digest: Of what came so far; None if no checksum is wanted.
     """
 
-    lane: int
     digest: xxhash.xxh3_64 | None
     target: Iovec | None = None
     is_arriving: bool = False
@@ -81,7 +80,7 @@ class Reader(sliced.Reader[_Slice]):
     """The reads from one peer.
 
     Args:
-        lanes: The connections to the peer, by number; more may be added.
+        stream: The connection to the peer.
         post: Sends a fetch.
     """
 
@@ -89,62 +88,53 @@ class Reader(sliced.Reader[_Slice]):
         self,
         options: TcpOptions,
         mover: Mover,
-        lanes: Mapping[int, TcpStream],
+        stream: TcpStream,
         post: Callable[[bytes], None],
         end_read: Callable[[Read[Any], KVTransferError | None], None],
         fail: Callable[[Exception], None],
     ) -> None:
         super().__init__(mover, options.window_slices, end_read, fail)
-        self._lanes = lanes
+        self._stream = stream
         self._post = post
         # TLS verifies every record, so a second sum would find nothing.
-        self._checksums = options.checksums and not lanes[0].is_encrypted
+        self._checksums = options.checksums and not stream.is_encrypted
         self._tags = itertools.count(1)
 
     def needs_buffer(self, rows: Int64Array, num_bytes: int) -> bool:
-        return num_bytes > 0 and _is_gathered(self._mover, self._lanes[0], rows)
+        return num_bytes > 0 and _is_gathered(self._mover, self._stream, rows)
 
     def make_slice(
         self, transfer: Transfer, index: int, rows: Int64Array, num_bytes: int, buffer: StagingBuffer | None
     ) -> _Slice:
         digest = _digest_of(rows) if self._checksums else None
-        return _Slice(transfer, index, next(self._tags), rows, num_bytes, buffer, self._choose_lane(), digest)
+        return _Slice(transfer, index, next(self._tags), rows, num_bytes, buffer, digest)
 
     def send_fetch(self, piece: _Slice) -> None:
         guard = piece.transfer.read.guard
-        self._post(Fetch(piece.tag, piece.lane, self._checksums, guard, piece.rows).encode())
+        self._post(Fetch(piece.tag, self._checksums, guard, piece.rows).encode())
         # After the fetch has left, so that the owner need not wait for this.
         found = _pieces(piece.buffer, piece.targets, piece.rows, piece.num_bytes, piece.digest)
-        piece.target = self._lanes[piece.lane].target(found)
-
-    def _choose_lane(self) -> int:
-        """Return the connection with the fewest bytes on their way."""
-        if len(self._lanes) == 1:
-            return 0
-        loads = dict.fromkeys(self._lanes, 0)
-        for piece in self._slices.values():
-            loads[piece.lane] += piece.num_bytes
-        return min(loads, key=loads.__getitem__)
+        piece.target = self._stream.target(found)
 
     def divert(self, piece: _Slice) -> bool:
         if piece.is_arriving:
-            self._lanes[piece.lane].discard()
+            self._stream.discard()
         return True
 
-    def sink(self, lane: int, found: Slice) -> Iovec:
+    def sink(self, found: Slice) -> Iovec:
         """Return where the bytes of a slice go.
 
         Raises:
-            ProtocolError: it was not fetched on this connection, has begun before, or has another size.
+            ProtocolError: it was not fetched, has begun before, or has another size.
         """
         piece = self._slices.get(found.tag)
-        if piece is None or piece.is_arriving or piece.lane != lane:
+        if piece is None or piece.is_arriving:
             raise ProtocolError("the peer sent a slice that was not fetched")
         if found.num_bytes != piece.num_bytes:
             raise ProtocolError(f"the peer sent {found.num_bytes} bytes, but {piece.num_bytes} were fetched")
         piece.is_arriving = True
         if piece.state is _DIVERTED:  # its regions are no longer ours
-            return self._lanes[lane].target(discarded(piece.num_bytes))
+            return self._stream.target(discarded(piece.num_bytes))
         assert piece.target is not None
         return piece.target
 
@@ -171,7 +161,6 @@ class _Answer(sliced.Answer[Fetch], QueuedSlice):
     """A slice in the queue of a connection, or being sent, and its end."""
 
     server: Server
-    stream: TcpStream
     digest: xxhash.xxh3_64 | None = field(default=None, init=False)
 
     def begin(self) -> tuple[bytes, Pieces] | None:
@@ -195,31 +184,28 @@ class Server(sliced.Server[Fetch, _Answer]):
     """Answers the fetches of one peer.
 
     Args:
-        lanes: See `Reader`.
-        flush: Sends what is queued on a connection, now or as soon as there is room.
+        stream: The connection to the peer.
+        flush: Sends what is queued on it, now or as soon as there is room.
     """
 
     def __init__(
         self,
         served: ServedPool,
         max_slice_bytes: int,
-        lanes: Mapping[int, TcpStream],
-        flush: Callable[[TcpStream], None],
+        stream: TcpStream,
+        flush: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
         super().__init__(served, max_slice_bytes, fail)
-        self._lanes = lanes
+        self._stream = stream
         self._flush = flush
 
     def make_answer(self, fetch: Fetch, addresses: AddressArray) -> _Answer:
-        stream = self._lanes.get(fetch.lane)
-        if stream is None:
-            raise ProtocolError(f"the peer names lane {fetch.lane}, which it did not join")
-        return _Answer(fetch, addresses, self, stream)
+        return _Answer(fetch, addresses, self)
 
     def is_gathered(self, fetch: Fetch) -> bool:
-        return _is_gathered(self._mover, self._lanes[fetch.lane], fetch.rows)
+        return _is_gathered(self._mover, self._stream, fetch.rows)
 
     def send(self, answer: _Answer) -> None:
-        answer.stream.answers.append(answer)
-        self._flush(answer.stream)
+        self._stream.answers.append(answer)
+        self._flush()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -18,7 +17,6 @@ from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerState, PeerTable, Read
 from ..errors import (
     KVTransferError,
-    PeerLostError,
     ProtocolError,
     VersionMismatchError,
 )
@@ -32,18 +30,7 @@ from .options import SCHEME, Address, TcpOptions
 from .security import Security
 from .slices import Reader, Server, limits_of
 from .stream import TcpStream, TlsStream
-from .wire import (
-    MAX_SLICE_BYTES,
-    TOKEN_BYTES,
-    End,
-    Fetch,
-    Hello,
-    Incoming,
-    Join,
-    Joined,
-    Kind,
-    decode,
-)
+from .wire import MAX_SLICE_BYTES, End, Fetch, Hello, Incoming, Kind, decode
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +45,13 @@ class Link:
 
     Attributes:
         address, found: Where we connected to; None if the peer connected to us.
-        lanes: The connections that can be used, by number. Number 0 carries messages. Empty before a lookup has ended.
-        joining: Those that the peer has not added to its own yet.
-        token: What a connection names that joins this peer. It comes from the side that listens.
+        stream: The connection; None before a lookup has ended.
         remote, pool, limits, reader, server: None before the peer's hello.
     """
 
     address: Address | None = None
     found: Found | None = None
-    lanes: dict[int, TcpStream] = field(default_factory=dict)
-    joining: dict[int, TcpStream] = field(default_factory=dict)
-    token: bytes = b""
+    stream: TcpStream | None = None
     remote: Hello | None = None
     pool: PeerPool | None = None
     limits: SliceLimits | None = None
@@ -76,12 +59,7 @@ class Link:
     server: Server | None = None
 
     def __repr__(self) -> str:
-        return f"<Link {self.address or 'incoming'}, {len(self.lanes)} lanes>"
-
-    @property
-    def streams(self) -> list[TcpStream]:
-        """All its connections."""
-        return [*self.lanes.values(), *self.joining.values()]
+        return f"<Link {self.address or 'incoming'}>"
 
 
 class TcpBackend(HostStreamBackend[Link]):
@@ -103,7 +81,6 @@ class TcpBackend(HostStreamBackend[Link]):
         self._mover = mover = served.mover
         self._max_slice_bytes = served.max_slice_bytes(limits_of(options), MAX_SLICE_BYTES)
         self._links: dict[Peer[Link], Link] = {}  # the connected peers
-        self._tokens: dict[bytes, Peer[Link]] = {}  # the connected peers that connected to us
         if mover.fileno() >= 0:
             self.poller.watch(mover, mover.poll)
         self._busy_poll = BusyPoll(options.spin_us * 1e-6)
@@ -115,10 +92,10 @@ class TcpBackend(HostStreamBackend[Link]):
     # -- connections -----------------------------------------------------------------------------------
 
     def stream_of(self, link: Link) -> FrameSocket | None:
-        return link.lanes.get(0)
+        return link.stream
 
     def streams_of(self, link: Link) -> Iterable[FrameSocket]:
-        return link.lanes.values()
+        return () if link.stream is None else (link.stream,)
 
     def listen(self, address: str) -> str:
         """See `Endpoint.listen`. `tcp://host:port`; with port 0 the system chooses, an empty address means the options.
@@ -134,7 +111,7 @@ class TcpBackend(HostStreamBackend[Link]):
         return str(Address(where.host, where.port, with_tls))
 
     def _accepted(self, with_tls: bool, sock: socket.socket) -> Link:
-        return Link(lanes={0: self._stream_over(sock, with_tls, host=None)})
+        return Link(stream=self._stream_over(sock, with_tls, host=None))
 
     def _stream_over(self, sock: socket.socket, with_tls: bool, host: str | None) -> TcpStream:
         """Wrap a socket. `host`: where it connects to; None if it was accepted."""
@@ -158,44 +135,38 @@ class TcpBackend(HostStreamBackend[Link]):
     def dial(self, peer: Peer[Link], found: Found) -> None:
         link = peer.connection
         link.found = found
-        link.lanes[0] = self._dialled(link)
-
-    def _dialled(self, link: Link) -> TcpStream:
         assert link.address is not None
-        assert link.found is not None
         with_tls = self._security.for_connecting(link.address)
-        sock = link.found.dial()
+        sock = found.dial()
         try:
-            return self._stream_over(sock, with_tls, link.address.host)
+            link.stream = self._stream_over(sock, with_tls, link.address.host)
         except BaseException:
             sock.close()
             raise
 
     def greet(self, peer: Peer[Link]) -> None:
         if not peer.incoming:
-            self.stream(peer).send(self._hello(b""))
+            self.stream(peer).send(self._hello())
 
     def hang_up(self, peer: Peer[Link], error: KVTransferError) -> None:
         link = peer.connection
         self._lookups.forget(peer)
         self._links.pop(peer, None)
-        self._tokens.pop(link.token, None)
         if self._serving is peer:
             self._serving = None
-        if peer.incoming and link.remote is None and link.lanes:
-            self.refuse(link.lanes[0], error)
-        for stream in link.streams:
-            self.drop(stream)
+        if link.stream is not None:
+            if peer.incoming and link.remote is None:
+                self.refuse(link.stream, error)
+            self.drop(link.stream)
         if link.reader is not None and link.server is not None:
             link.reader.close()
             link.server.close()
 
     # -- the handshake ---------------------------------------------------------------------------------
 
-    def _hello(self, token: bytes) -> bytes:
+    def _hello(self) -> bytes:
         served = self._served
-        token = token or bytes(TOKEN_BYTES)
-        return Hello(served.guards.num_guards, served.sizes, self._max_slice_bytes, token).encode()
+        return Hello(served.guards.num_guards, served.sizes, self._max_slice_bytes).encode()
 
     def on_frame(self, peer: Peer[Link], kind: int, body: bytes) -> None:
         link, incoming = peer.connection, decode(kind, body)
@@ -207,71 +178,32 @@ class TcpBackend(HostStreamBackend[Link]):
     def lose(self, peer: Peer[Link], error: Exception) -> None:
         is_stranger = peer.incoming and peer.state is PeerState.HANDSHAKING
         if is_stranger and isinstance(error, VersionMismatchError):
-            self.stream(peer).send(self._hello(b""))  # so that the other side learns our version
+            self.stream(peer).send(self._hello())  # so that the other side learns our version
         super().lose(peer, error)
 
     def _on_handshake(self, peer: Peer[Link], link: Link, incoming: Incoming) -> None:
         match incoming:
             case Hello():
                 self._on_hello(peer, link, incoming)
-            case Join() if peer.incoming:
-                self._on_join(peer, link, incoming)
             case _:
-                raise ProtocolError("a connection begins with one hello each way, or with a join")
+                raise ProtocolError("a connection begins with one hello each way")
 
     def _on_hello(self, peer: Peer[Link], link: Link, hello: Hello) -> None:
-        main = link.lanes[0]
+        stream = link.stream
+        assert stream is not None
         link.remote = hello
         link.pool = PeerPool.of(hello.num_guards, hello.num_bytes)
         link.limits = limits_of(self._options).within(hello.max_slice_bytes)
         post, flush, fail = partial(self._post, peer), partial(self._flush, peer), partial(self.lose, peer)
-        link.reader = Reader(self._options, self._mover, link.lanes, post, self.peers.end_read, fail)
-        link.server = Server(self._served, self._max_slice_bytes, link.lanes, flush, fail)
-        self._equip(link, 0, main)
-        if peer.incoming:
-            link.token = secrets.token_bytes(TOKEN_BYTES)
-            self._tokens[link.token] = peer
-            main.send(self._hello(link.token))
-        else:
-            link.token = hello.token
-            for lane in range(1, self._options.connections):
-                self._open_lane(peer, link, lane)
-        self._links[peer] = link
-        # More lanes come later: the first one is enough, and the peer may send messages already.
-        self.peers.connected(peer)
-
-    def _open_lane(self, peer: Peer[Link], link: Link, lane: int) -> None:
-        stream = link.joining[lane] = self._dialled(link)
-        stream.send(Join(link.token, lane).encode())
-        self.watch(peer, stream)
-
-    def _on_joined(self, link: Link, joined: Joined) -> None:
-        stream = link.joining.pop(joined.lane, None)
-        if stream is None:
-            raise ProtocolError(f"the peer added lane {joined.lane}, which we did not open")
-        link.lanes[joined.lane] = stream
-        self._equip(link, joined.lane, stream)
-
-    def _on_join(self, peer: Peer[Link], link: Link, join: Join) -> None:
-        """A connection belongs to a peer that is connected already: move it there, and forget the peer that it began as."""
-        owner = self._tokens.get(join.token)
-        if owner is None or join.lane in owner.connection.lanes:
-            raise ProtocolError("the peer joins a connection that does not exist")
-        stream = link.lanes.pop(0)
-        self.unwatch(stream)
-        self.peers.disconnect(peer.peer_id)
-        owner.connection.lanes[join.lane] = stream
-        self._equip(owner.connection, join.lane, stream)
-        stream.send(Joined(join.lane).encode())
-        self.watch(owner, stream)
-
-    def _equip(self, link: Link, lane: int, stream: TcpStream) -> None:
-        """Let slices arrive on a connection."""
-        reader = link.reader
-        assert reader is not None
-        stream.sink = partial(reader.sink, lane)
+        link.reader = reader = Reader(self._options, self._mover, stream, post, self.peers.end_read, fail)
+        link.server = Server(self._served, self._max_slice_bytes, stream, flush, fail)
+        stream.sink = reader.sink
         stream.expects_slices = lambda: bool(reader.num_in_flight)
         stream.wait = partial(self._wait, reader)
+        if peer.incoming:
+            stream.send(self._hello())
+        self._links[peer] = link
+        self.peers.connected(peer)
 
     def _wait(self, reader: Reader) -> Wait:
         """Return how a call that receives a slice waits for the rest of it. The caller of `turn` decides whether it may."""
@@ -290,14 +222,13 @@ class TcpBackend(HostStreamBackend[Link]):
                 self._busy_poll.extend()
             case End():
                 link.reader.on_end(incoming)
-            case Joined():
-                self._on_joined(link, incoming)
             case _:
                 raise ProtocolError("the handshake is over")
 
-    def _flush(self, peer: Peer[Link], stream: TcpStream) -> None:
-        """Send what was queued on a connection, now or as soon as there is room."""
+    def _flush(self, peer: Peer[Link]) -> None:
+        """Send what was queued on the connection, now or as soon as there is room."""
         try:
+            stream = self.stream(peer)
             stream.flush()
             self.watch_room(peer, stream)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
@@ -315,8 +246,9 @@ class TcpBackend(HostStreamBackend[Link]):
         assert link.pool is not None
         assert link.limits is not None
         assert link.reader is not None
+        assert link.stream is not None
         targets = self._served.require_read(link.pool, read)
-        read.mechanism = f"{SCHEME}{'+tls' if link.lanes[0].is_encrypted else ''}{self._mover.suffix}"
+        read.mechanism = f"{SCHEME}{'+tls' if link.stream.is_encrypted else ''}{self._mover.suffix}"
         link.reader.start(read, SlicePlan.of(read.pairs, targets, link.limits))
         self._reading = read.peer
         # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
@@ -368,11 +300,6 @@ class TcpBackend(HostStreamBackend[Link]):
         return server is not None and server.num_unsent > 0
 
     def on_tick(self, peer: Peer[Link], missed_s: float) -> None:
-        patience_s = max(self._options.peer_timeout_s, self._options.handshake_timeout_s)
-        for stream in peer.connection.joining.values():
-            stream.last_heard += missed_s
-            if self.peers.clock() - stream.last_heard > patience_s:
-                raise PeerLostError("the peer did not add another connection in time")
         if peer.connection.server is not None:
             peer.connection.server.require_progress(
                 self.peers.clock(), missed_s, self._options.peer_timeout_s
@@ -415,5 +342,5 @@ class TcpTransport(HostTransport):
         return mover_for(pool, limits_of(self.options).max_bytes, self.options.staging_bytes)
 
     def make_backend(self, peers: PeerTable[Link], served: ServedPool) -> TcpBackend:
-        warn_if_few(SCHEME, 0, self.options.max_connecting, self.options.connections)
+        warn_if_few(SCHEME, 0, self.options.max_connecting, 1)
         return TcpBackend(peers, self.options, self._security, served)

@@ -4,20 +4,16 @@ Frames are those of `streams`; everything is little-endian.
 
 | kind | body |
 |---|---|
-| hello | magic, version: u32, num_guards: u32, max_slice_bytes: u32, token: 16 bytes; segment sizes: i64 each |
-| join | magic, version: u32, token: 16 bytes, lane: u8 |
-| joined | lane: u8 |
+| hello | magic, version: u32, num_guards: u32, max_slice_bytes: u32; segment sizes: i64 each |
 | refused | the reason, as text |
 | message | one control message |
-| fetch | tag: u64, lane: u8, with_checksum: bool, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
+| fetch | tag: u64, with_checksum: bool, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
 | slice | tag: u64, num_bytes: u64, a zero. Then that many bytes of the pool follow, and then an end |
 | end | tag: u64, checksum: u64, is_valid: bool |
 | ping | empty |
 
-The side that connected begins with a hello, and the other side answers with its own. If the connecting side wants more
-connections (*lanes*), it opens them afterwards; each begins with a join that names the token of the listener's hello.
-Each fetch is answered on the lane that it names, by a slice and an end, or by an end alone if the guard did not hold or
-the fetch has no rows. The owner sends an end after the last byte of the slice has left its pool; `is_valid` says whether
+The side that connected begins with a hello, and the other side answers with its own. Each fetch is answered by a slice and an
+end, or by an end alone if the guard did not hold or the fetch has no rows. The owner sends an end after the last byte of the slice has left its pool; `is_valid` says whether
 the guard still held then.
 """
 
@@ -31,7 +27,6 @@ from enum import IntEnum
 
 from ..base import MAX_MESSAGE_BYTES
 from ..copying import sum_words
-from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
 from ..serving import (
     MAX_SIZES_BYTES,
@@ -45,14 +40,11 @@ from ..serving import (
 from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, require_preface
 from ..sums import SUM_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
 MAX_SLICE_BYTES = 8 << 20
-
-MAX_LANES = 16
-TOKEN_BYTES = 16
 
 _MAGIC = b"kvferry-tcp"
 
@@ -61,20 +53,16 @@ class Kind(IntEnum):
     """What a frame is."""
 
     HELLO = 1
-    JOIN = 2
-    JOINED = 3
-    REFUSED = 4
-    MESSAGE = 5
-    FETCH = 6
-    SLICE = 7
-    END = 8
-    PING = 9
+    REFUSED = 2
+    MESSAGE = 3
+    FETCH = 4
+    SLICE = 5
+    END = 6
+    PING = 7
 
 
-_HELLO = struct.Struct("<11sIII16s")
-_JOIN = struct.Struct("<11sI16sB")
-_JOINED = struct.Struct("<B")
-_FETCH = struct.Struct("<QB?qq")
+_HELLO = struct.Struct("<11sIII")
+_FETCH = struct.Struct("<Q?qq")
 _SLICE = struct.Struct("<QQB")
 _END = struct.Struct("<QQ?")
 _FRAME_HEAD_BYTES = 5
@@ -86,8 +74,6 @@ assert _SLICE.size == _END.size
 #: The most bytes of a frame's body.
 FRAME_LIMITS: Mapping[int, int] = {
     Kind.HELLO: _HELLO.size + MAX_SIZES_BYTES,
-    Kind.JOIN: _JOIN.size,
-    Kind.JOINED: _JOINED.size,
     Kind.REFUSED: MAX_REASON_BYTES,
     Kind.MESSAGE: MAX_MESSAGE_BYTES,
     Kind.FETCH: _FETCH.size + ROW_BYTES * MAX_ROWS,
@@ -104,38 +90,15 @@ class Hello:
     Attributes:
         num_bytes: Sizes of the segments of its pool.
         max_slice_bytes: The most bytes that it sends in one slice.
-        token: What a connection names that joins this one. The connecting side's token is not used.
     """
 
     num_guards: int
     num_bytes: tuple[int, ...]
     max_slice_bytes: int
-    token: bytes
 
     def encode(self) -> bytes:
-        head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, self.max_slice_bytes, self.token)
+        head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, self.max_slice_bytes)
         return encode_frame(Kind.HELLO, head + encode_sizes(self.num_bytes))
-
-
-@dataclass(frozen=True)
-class Join:
-    """This connection is another lane of the peer that has the token."""
-
-    token: bytes
-    lane: int
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.JOIN, _JOIN.pack(_MAGIC, PROTOCOL_VERSION, self.token, self.lane))
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The lane can be used."""
-
-    lane: int
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.JOINED, _JOINED.pack(self.lane))
 
 
 @dataclass(frozen=True)
@@ -143,7 +106,6 @@ class Fetch:
     """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
 
     tag: int
-    lane: int
     with_checksum: bool
     guard: Guard
     rows: Int64Array
@@ -153,7 +115,7 @@ class Fetch:
         return sum_words(self.rows[:, 1])
 
     def encode(self) -> bytes:
-        head = _FETCH.pack(self.tag, self.lane, self.with_checksum, self.guard.index, self.guard.value)
+        head = _FETCH.pack(self.tag, self.with_checksum, self.guard.index, self.guard.value)
         return encode_frame(Kind.FETCH, head + encode_rows(self.rows))
 
 
@@ -185,12 +147,12 @@ class End:
         return encode_frame(Kind.END, _END.pack(self.tag, self.checksum, self.is_valid))
 
 
-Incoming = Hello | Join | Joined | Fetch | Slice | End
+Incoming = Hello | Fetch | Slice | End
 
 
 def require_version(kind: int, body: bytes) -> None:
     """Check the version of a hello. Raises: see `require_preface`."""
-    if kind in (Kind.HELLO, Kind.JOIN):
+    if kind == Kind.HELLO:
         require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
 
 
@@ -201,23 +163,15 @@ def decode(kind: int, body: bytes) -> Incoming:
 
 def _decode_hello(body: bytes) -> Hello:
     require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
-    _, _, num_guards, max_slice_bytes, token = _HELLO.unpack_from(body)
+    _, _, num_guards, max_slice_bytes = _HELLO.unpack_from(body)
     max_slice_bytes = decode_max_slice_bytes(max_slice_bytes, MAX_SLICE_BYTES)
-    return Hello(num_guards, decode_sizes(body[_HELLO.size :]), max_slice_bytes, token)
-
-
-def _decode_join(body: bytes) -> Join:
-    require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
-    _, _, token, lane = _JOIN.unpack(body)
-    if not 1 <= lane < MAX_LANES:
-        raise ProtocolError(f"malformed join: a lane is 1 to {MAX_LANES - 1}, got {lane}")
-    return Join(token, lane)
+    return Hello(num_guards, decode_sizes(body[_HELLO.size :]), max_slice_bytes)
 
 
 def _decode_fetch(body: bytes) -> Fetch:
-    tag, lane, with_checksum, index, value = _FETCH.unpack_from(body)
+    tag, with_checksum, index, value = _FETCH.unpack_from(body)
     rows = decode_rows(body[_FETCH.size :], max_rows=MAX_ROWS, max_bytes=MAX_SLICE_BYTES)
-    return Fetch(tag, lane, with_checksum, Guard(index, value), rows)
+    return Fetch(tag, with_checksum, Guard(index, value), rows)
 
 
 def _decode_slice(body: bytes) -> Slice:
@@ -227,8 +181,6 @@ def _decode_slice(body: bytes) -> Slice:
 
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     Kind.HELLO.value: _decode_hello,
-    Kind.JOIN.value: _decode_join,
-    Kind.JOINED.value: lambda body: Joined(*_JOINED.unpack(body)),
     Kind.FETCH.value: _decode_fetch,
     Kind.SLICE.value: _decode_slice,
     Kind.END.value: lambda body: End(*_END.unpack(body)),
