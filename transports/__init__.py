@@ -10,7 +10,7 @@ from __future__ import annotations
 if __name__ != "kvferry.transports":  # the same file under a second name would be a second set of classes
     raise ImportError("import kvferry.transports, not transports: `pip install -e .` first")
 
-from ._memory import WordTable, private_arena, require_host
+from ._memory import WordTable, private_arena, require_available, require_host
 from ._slices import SliceLimits, SlicePlan
 from .base import (
     MAX_MESSAGE_BYTES,
@@ -86,6 +86,7 @@ __all__ = [  # noqa: RUF022 - two groups
     "outside",
     "parse_options",
     "private_arena",
+    "require_available",
     "require_host",
     "require_valid",
     "stale",

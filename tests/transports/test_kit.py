@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import resource
 import socket
 import sys
 import tempfile
@@ -19,9 +20,10 @@ import numpy as np
 import pytest
 
 from kvferry.transports import Pool
+from kvferry.transports._memory import MappedArena
 from kvferry.transports.base import Arena, Endpoint, Event, PeerLost, TransferEnded
 from kvferry.transports.endpoint import Peer, Read
-from kvferry.transports.errors import KVTransferError
+from kvferry.transports.errors import ConfigurationError, KVTransferError
 from kvferry.transports.regions import Guard, Int64Array
 from kvferry.transports.testing import Link, TransportConformance, leaks, pairs_of
 from kvferry.transports.testing.wrapping import WrappedEndpoint
@@ -379,6 +381,22 @@ class LetsGoOfArenas(SmallTransport):
         return self._allocate(num_bytes)
 
 
+class AsksTheKernelForPages(SmallTransport):
+    """It takes what the kernel gives, as a file in memory, and refuses what it does not give."""
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        # Without a limit the kernel would give pages until it kills processes.
+        assert num_bytes < 1 << 30 or resource.getrlimit(resource.RLIMIT_FSIZE)[0] <= 1 << 30
+        descriptor = os.memfd_create("arena")
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return MappedArena(mmap.mmap(descriptor, num_bytes), num_bytes)
+        except OSError as error:
+            raise ConfigurationError(f"cannot allocate {num_bytes} bytes: {error}") from error
+        finally:
+            os.close(descriptor)
+
+
 class IgnoresUnknownOptions(SmallTransport):
     def __init__(self, options: object) -> None:
         super().__init__()
@@ -623,6 +641,11 @@ PLANTED = [
         LetsGoOfArenas,
         "test_memory_of_an_arena_stays_mapped_until_close",
         "broken promise: the memory of an arena stays mapped until `close`.*are no longer mapped",
+    ),
+    Planted(
+        AsksTheKernelForPages,
+        "test_impossible_allocations_are_refused",
+        r"broken promise: an arena of \d+ bytes is refused before the kernel is asked.*File too large",
     ),
     Planted(
         IgnoresUnknownOptions,

@@ -21,6 +21,7 @@ from ..errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
+from ..machine import memory_of_this_process
 from ..regions import Extents, Guard, Pool
 from .harness import (
     DEADLINE_S,
@@ -33,6 +34,7 @@ from .harness import (
     refuses,
     same_bytes,
 )
+from .limits import limited_memory, reached_limit
 from .order import broken, require
 
 Create = Callable[[Mapping[str, object]], Transport]
@@ -46,6 +48,7 @@ GUARDED = (
 )
 NOT_WRITTEN = "after a read has ended, or its endpoint is closed, nothing writes into its local regions"
 BOUNDED = "a read outside either pool, or with an impossible guard, is refused, and copies nothing"
+BEFORE = "before the kernel is asked for its pages, for example by `require_available`"
 SERVED = "the owner of memory checks what a peer asks for, and serves no byte outside its pool"
 
 #: What a test writes over memory that a transport must no longer touch.
@@ -69,10 +72,21 @@ class MemoryPromises:
             arena.buffer[-1] = 255
 
     def test_impossible_allocations_are_refused(self, world: World) -> None:
+        """Limits keep the kernel from giving the pages: it would give them until it kills processes."""
         transport = world.node(PAGE).transport
-        for num_bytes in (0, -1, 1 << 60):
-            with refuses(ConfigurationError, f"an arena of {num_bytes} bytes is refused"):
-                transport.allocate(num_bytes)
+        _, free = memory_of_this_process()
+        for num_bytes in (0, -1, free + (1 << 30), 1 << 60):
+            promise = f"an arena of {num_bytes} bytes is refused"
+            with limited_memory(), refuses(ConfigurationError, promise):
+                try:
+                    transport.allocate(num_bytes)
+                except ConfigurationError as error:
+                    require(
+                        not reached_limit(error),
+                        f"{promise} {BEFORE}",
+                        f"{error!r} after {error.__context__!r}",
+                    )
+                    raise
 
     def test_one_pool_is_registered(self, create: Create) -> None:
         transport = create({})
