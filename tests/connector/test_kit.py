@@ -139,6 +139,7 @@ BUGS = [
     Bug("TakesTheTableForNewBlocks", CHUNKS, "has the values of token 0"),
     Bug("IgnoresPreemptions", PREEMPTED, rf"token 0 of request 'd1' .*{POISON}"),
     Bug("SavesAllLayersAtTheEnd", FAILED_STEP, "has values of no token", (1,)),
+    Bug("KeepsTheStepOfAFailedHook", FAILED_STEP, "has the values of token 0 of request .other", (1,)),
     Bug("IgnoresHookErrors", FAILED_STEP, "0 of 18 tokens were loaded", (2,)),
     Bug("SharesFilesBetweenRanks", RANKS, "has values of no token", (1 << 20,)),
     Bug("LoadsOnTheFirstRankOnly", RANKS, "16 of 32 elements are those of a free", (1 << 20,)),
