@@ -27,7 +27,7 @@ from kvferry.transports.errors import ConfigurationError, KVTransferError
 from kvferry.transports.regions import Guard, Int64Array
 from kvferry.transports.testing import Link, TransportConformance, leaks, pairs_of
 from kvferry.transports.testing.wrapping import WrappedEndpoint
-from tests.support.small_transport import LISTENERS, SmallBackend, SmallTransport, Wire
+from tests.support.small_transport import LISTENERS, SLICE_BYTES, SmallBackend, SmallTransport, Wire
 
 #: What planted bugs leave behind. The test that runs them cleans up.
 LEFT = ExitStack()
@@ -80,6 +80,17 @@ class ChecksTheGuardOnce(SmallBackend):
         if transfer_id not in checked:
             checked[transfer_id] = self.guards.holds(guard)
         self.post(wire.far, "data", transfer_id, checked[transfer_id], self.gather(rows))
+
+
+class ChecksNoGuardOfAShortLastSlice(SmallBackend):
+    def serve(self, wire: Wire, transfer_id: int, rows: Int64Array, guard: Guard) -> None:
+        begun: set[int] = self.__dict__.setdefault("begun", set())
+        is_short_last = transfer_id in begun and rows[:, 1].sum() < SLICE_BYTES
+        begun.add(transfer_id)
+        if is_short_last:
+            self.post(wire.far, "data", transfer_id, True, self.gather(rows))
+        else:
+            super().serve(wire, transfer_id, rows, guard)
 
 
 class IgnoresTheGuard(SmallBackend):
@@ -470,6 +481,11 @@ PLANTED = [
         ChecksTheGuardOnce,
         "test_memory_that_is_reused_during_a_read_is_never_delivered",
         f"{GUARDED}.*bytes are wrong.*255 instead of",
+    ),
+    Planted(
+        ChecksNoGuardOfAShortLastSlice,
+        "test_memory_that_is_reused_before_the_last_slice_is_copied_is_never_delivered",
+        f"{GUARDED}.*5 of 17825797 bytes are wrong.*255 instead of 1",
     ),
     Planted(IgnoresTheGuard, "test_a_cleared_guard_is_stale", f"{GUARDED}.*error=None"),
     Planted(

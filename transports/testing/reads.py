@@ -442,22 +442,44 @@ class GuardPromises:
         self, world: World, link: Link, on_guard_check: OnGuardCheck
     ) -> None:
         """The owner clears the guard and writes in the moment after the transport has looked at the guard."""
+        # Odd ones too: the last slice of a read is mostly a short one.
+        sizes = (1, PAGE, PAGE + 7, POOL_BYTES - 3, POOL_BYTES)
+        num_checks = [self._read_and_reuse(world, link, size, on_guard_check, after=1) for size in sizes]
+        self._require_seen(sum(num_checks))
+
+    def test_memory_that_is_reused_before_the_last_slice_is_copied_is_never_delivered(
+        self, world: World, on_guard_check: OnGuardCheck
+    ) -> None:
+        """A guard that is cleared earlier is noticed at the slices before the last one, which is a short one."""
+        num_bytes = (17 << 20) + 5  # a little more than a slice, also where slices are large
+        link = world.pair(num_bytes)
+        num_checks = self._read_and_reuse(world, link, num_bytes, on_guard_check, after=0)
+        self._require_seen(num_checks)
+        for after in (num_checks - 1, num_checks):
+            self._read_and_reuse(world, link, num_bytes, on_guard_check, after=after)
+
+    def _read_and_reuse(
+        self, world: World, link: Link, num_bytes: int, on_guard_check: OnGuardCheck, *, after: int
+    ) -> int:
+        """Read; reuse the memory after this check of the guard, counted from 1. Return how many checks were seen."""
         guards, memory = link.producer.transport.guards, link.producer.memory()
         num_checks = 0
 
         def reuse() -> None:
             nonlocal num_checks
             num_checks += 1
-            guards.clear(HELD.index)
-            memory[:] = 255
+            if num_checks == after:
+                guards.clear(HELD.index)
+                memory[:] = 255
 
-        # Odd ones too: the last slice of a read is mostly a short one.
-        for num_bytes in (1, PAGE, PAGE + 7, POOL_BYTES - 3, POOL_BYTES):
-            guards.set(HELD.index, HELD.value)
-            memory[:] = 1
-            with on_guard_check(HELD, reuse):
-                ended = world.read(link, pairs_of((0, 0, num_bytes)), HELD)
-            self._require_promised(link, ended, 1)
+        guards.set(HELD.index, HELD.value)
+        memory[:] = 1
+        with on_guard_check(HELD, reuse):
+            ended = world.read(link, pairs_of((0, 0, num_bytes)), HELD)
+        self._require_promised(link, ended, 1)
+        return num_checks
+
+    def _require_seen(self, num_checks: int) -> None:
         if not num_checks:
             pytest.skip(
                 f"{type(self).__name__}: not declared: `on_guard_check`, how to see that a guard is checked; override "
