@@ -165,6 +165,13 @@ class ServesOnePeerToTheEnd(SmallBackend):
         super().serve(wire, transfer_id, rows, guard)
 
 
+class ServesWithoutABound(SmallBackend):
+    """It gathers whatever a peer asks for, also if the peer takes nothing."""
+
+    def require_taken(self, wire: Wire) -> None:
+        pass
+
+
 class ChecksNoBounds(SmallBackend):
     def check(self, read: Read[Wire], there: SmallBackend) -> None:
         pass
@@ -529,6 +536,11 @@ PLANTED = [
         ServesOnePeerToTheEnd,
         "test_a_peer_that_asks_and_takes_nothing_delays_no_other",
         "each read that `start_read` accepted ends",
+    ),
+    Planted(
+        ServesWithoutABound,
+        "test_what_waits_for_a_peer_that_reads_everything_again_and_again_is_bounded",
+        r"broken promise: what waits for a peer that asks and takes nothing is bounded.*\d+ MiB more",
     ),
     Planted(
         ChecksNoBounds,

@@ -1,4 +1,4 @@
-"""Limits of this process for the length of a test, so that a transport with a bug cannot exhaust the machine's memory."""
+"""The memory of this process: how much it has, and limits, so that a transport with a bug cannot exhaust the machine's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPARE_BYTES = 256 << 20
 @contextmanager
 def limited_memory() -> Iterator[None]:
     """Let this process allocate little more memory, and no large file, also none in memory, for the length of a `with`."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    mapped, _ = _memory_bytes()
     with ExitStack() as restored:
         for limit, num_bytes in (
             (resource.RLIMIT_AS, mapped + _SPARE_BYTES),
@@ -38,3 +38,14 @@ def reached_limit(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has in use."""
+    return _memory_bytes()[1]
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Return the size of this process's address space, and how much of it is resident."""
+    mapped, resident = Path("/proc/self/statm").read_text().split()[:2]
+    return int(mapped) * mmap.PAGESIZE, int(resident) * mmap.PAGESIZE

@@ -14,6 +14,7 @@ import pytest
 from ..base import PeerLost, TransferEnded, Transport
 from ..errors import (
     ConfigurationError,
+    KVTransferError,
     KVTransferStateError,
     PeerLostError,
     RegionError,
@@ -34,7 +35,8 @@ from .harness import (
     refuses,
     same_bytes,
 )
-from .limits import limited_memory, reached_limit
+from .hostile import repeated_frames
+from .limits import limited_memory, reached_limit, resident_bytes
 from .order import broken, require
 
 Create = Callable[[Mapping[str, object]], Transport]
@@ -53,6 +55,9 @@ SERVED = "the owner of memory checks what a peer asks for, and serves no byte ou
 
 #: What a test writes over memory that a transport must no longer touch.
 POISON = 0xA5
+
+#: More than the buffers of any transport for one peer.
+MAX_WAITING_BYTES = 128 << 20
 
 EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 
@@ -314,6 +319,26 @@ class ReadPromises:
         ended = world.end_of(other, transfer_id, link.producer, other.consumer)
         require(ended.error is None, "a peer that asks and takes nothing delays no other peer", ended)
         same_bytes(other.consumer.memory(), link.producer.memory(), ARRIVES)
+
+    def test_what_waits_for_a_peer_that_reads_everything_again_and_again_is_bounded(
+        self, world: World, link: Link, read_unchecked: ReadUnchecked
+    ) -> None:
+        """It takes nothing. The owner of the memory waits for it, or drops it."""
+        before = resident_bytes()
+        for num_reads in range(1, 257):
+            try:
+                # A reader that asks for one slice at a time asks for the first one this often.
+                with repeated_frames(256 if num_reads == 1 else 1):
+                    read_unchecked(link, 0, POOL_BYTES, HELD)
+            except KVTransferError:  # it was dropped, or its own queue is full
+                break
+            world.turn(link.producer)
+            grown = resident_bytes() - before
+            require(
+                grown < MAX_WAITING_BYTES,
+                "what waits for a peer that asks and takes nothing is bounded",
+                f"after {num_reads} reads of {POOL_BYTES} bytes the process had {grown >> 20} MiB more",
+            )
 
     def test_a_read_from_an_unknown_peer_is_refused(self, link: Link) -> None:
         with refuses(PeerLostError, "a read from an unknown peer is refused"):
