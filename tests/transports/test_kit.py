@@ -740,3 +740,32 @@ def test_capabilities_that_are_not_declared_are_named_by_one_skipped_test() -> N
     assert getattr(HalfDeclared, needy) is getattr(TransportConformance, needy)
     assert HalfDeclared.test_nonsense_costs_only_its_own_connection is None
     assert HalfDeclared.test_all_capabilities_are_declared is None  # type: ignore[attr-defined]
+
+
+class WithoutCapabilities(_Conformance):
+    """Its fixtures return None, and one is None."""
+
+    on_guard_check = None
+
+    @pytest.fixture
+    def read_unchecked(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def connect_raw(self) -> Any:
+        return None
+
+
+def test_a_fixture_that_returns_none_is_a_reason_to_skip(tmp_path: Path) -> None:
+    (tmp_path / "test_none.py").write_text(
+        f"import sys\nTestNone = sys.modules[{__name__!r}].WithoutCapabilities\n"
+    )
+    wanted = "asks_for_more or impossible_guard or again_and_again or kept or nonsense or right_after_a_check"
+    off = [f"-pno:{name}" for name in ("terminal", "cacheprovider", "asyncio", "faulthandler", "xdist")]
+    recorder = Recorder()
+    status = pytest.main(
+        [*off, "--rootdir", str(tmp_path), "-c", os.devnull, "-k", wanted, str(tmp_path)], plugins=[recorder]
+    )
+    assert status == pytest.ExitCode.OK, recorder.text
+    for name in ("read_unchecked", "connect_raw"):
+        assert f"this test needs `{name}`, and the fixture returned None" in recorder.text
