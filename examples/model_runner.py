@@ -63,9 +63,8 @@ class ModelRunner(rm.KVConnectorModelRunnerMixin):
         backends, self.builders = attention.attn_backends, attention.metadata_builders
         self.layers = {name: rm.AttentionLayer(name, params, backends[name]) for name in LAYERS}
         self.worker = kv.KVConnectorFactory.create_connector(config, kv.KVConnectorRole.WORKER, pool)
-        with rm.kv_transfer_group(
-            self.worker
-        ):  # installed while it is used, because two nodes share this process
+        # Installed while it is used: the slot is one per process, and two nodes share this one.
+        with rm.kv_transfer_group(self.worker):
             groups, sizes = attention.attn_groups, attention.kernel_block_sizes
             assert self.use_uniform_kv_cache(groups, "auto"), "the connector prefers another layout"
             views, cache, backend = self.allocate_uniform_kv_caches(pool, groups, "auto", CPU, sizes)
