@@ -34,7 +34,10 @@ class RequestsThatEndEarly:
 
     @pytest.mark.parametrize("num_ranks", [1, 2])
     def test_what_a_failed_step_computed_is_not_found(self, make_node: MakeNode, num_ranks: int) -> None:
-        """A hook has raised, on one rank if there are several. What the step computed after that is wrong."""
+        """A hook has raised, on one rank if there are several. What the step computed after that is wrong.
+
+        The next step computes another prompt, so that layers of both steps would show in one load.
+        """
         producer, consumer = (node_of_ranks(make_node, num_ranks) for _ in range(2))
         for layer in range(PER_LAYER.num_layers):
             for num_chunks in (1, 2):
@@ -45,8 +48,11 @@ class RequestsThatEndEarly:
                     producer.step()
                 producer.step(failing_layer=layer)
                 settle(producer)
+                other = 10_000 + first
+                params = compute(producer, Request(f"other{name}", LENGTH, first_token_id=other))
                 consumer.add(Request(f"d{name}", LENGTH, first_token_id=first))
                 finish(consumer, f"d{name}")
+                fetch(consumer, producer, Request(f"d-other{name}", LENGTH, params, first_token_id=other))
                 params = compute(producer, Request(f"again{name}", LENGTH, first_token_id=first))
                 fetch(consumer, producer, Request(f"d-again{name}", LENGTH, params, first_token_id=first))
                 settle(producer, consumer)

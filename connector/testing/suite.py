@@ -41,6 +41,12 @@ class ConnectorConformance(LoadPromises, RequestsThatEndEarly, ConnectorPromises
             "`damage`, which returns a function that damages or removes all stored entries"
         )
 
+    @pytest.fixture(autouse=True)
+    def damage_is_there(self, request: pytest.FixtureRequest) -> None:
+        """Skip a test that damages the store if the fixture `damage` returns None."""
+        if "damage" in request.fixturenames and request.getfixturevalue("damage") is None:
+            pytest.skip(f"{type(self).__name__}: this test needs `damage`, and the fixture returned None")
+
     @pytest.fixture
     def make_node(self, transfer: Mapping[str, Any]) -> Iterator[MakeNode]:
         """Return a function that makes a node; the nodes are shut down after the test. See `node_maker`."""

@@ -44,7 +44,7 @@ NAVIGATION = {
     ],
     "Migrate": ["from-nixlconnector", "from-lmcache"],
     "Reference": ["reference/configuration", "reference/command-line"],
-    "Extend": ["writing-a-connector", "connector-contract", "writing-a-transport", "coverage"],
+    "Extend": ["embedding", "writing-a-connector", "connector-contract", "writing-a-transport", "coverage"],
     "Design": ["design", "reading-guide", "for-reviewers", "releasing"],
 }
 

@@ -139,6 +139,7 @@ BUGS = [
     Bug("TakesTheTableForNewBlocks", CHUNKS, "has the values of token 0"),
     Bug("IgnoresPreemptions", PREEMPTED, rf"token 0 of request 'd1' .*{POISON}"),
     Bug("SavesAllLayersAtTheEnd", FAILED_STEP, "has values of no token", (1,)),
+    Bug("KeepsTheStepOfAFailedHook", FAILED_STEP, "has the values of token 0 of request .other", (1,)),
     Bug("IgnoresHookErrors", FAILED_STEP, "0 of 18 tokens were loaded", (2,)),
     Bug("SharesFilesBetweenRanks", RANKS, "has values of no token", (1 << 20,)),
     Bug("LoadsOnTheFirstRankOnly", RANKS, "16 of 32 elements are those of a free", (1 << 20,)),
@@ -292,3 +293,34 @@ def test_each_bug_of_the_simulator_is_planted_or_has_no_counterpart() -> None:
         if issubclass(bug, (ProducerProtocol, ConsumerProtocol))
     }
     assert planted == known
+
+
+class DamagesNothing(ConnectorConformance):
+    @pytest.fixture
+    def transfer(self, tmp_path: Path) -> Mapping[str, Any]:
+        return {
+            "kv_connector": "BlockStoreConnector",
+            "kv_connector_module_path": "kvferry.connector.stores.block_store",
+            "kv_connector_extra_config": {"folder": str(tmp_path)},
+        }
+
+    @pytest.fixture
+    def damage(self) -> Any:
+        return None
+
+
+def test_a_fixture_that_returns_none_is_a_reason_to_skip(tmp_path: Path) -> None:
+    class Recorder:
+        text = ""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            self.text += str(report.longrepr or "")
+
+    recorder = Recorder()
+    (tmp_path / "test_none.py").write_text(
+        f"import sys\nTestNone = sys.modules[{__name__!r}].DamagesNothing\n"
+    )
+    off = [f"-pno:{name}" for name in ("terminal", "cacheprovider", "asyncio", "faulthandler", "xdist")]
+    arguments = [*off, "--rootdir", str(tmp_path), "-c", "/dev/null", "-k", "damaged", str(tmp_path)]
+    assert pytest.main(arguments, plugins=[recorder]) == pytest.ExitCode.OK, recorder.text
+    assert "this test needs `damage`, and the fixture returned None" in recorder.text

@@ -32,6 +32,7 @@ from kvferry.transports.regions import Guard, Int64Array, Pool
 
 SLICE_BYTES = 1 << 20
 MAX_QUEUED_BYTES = 8 << 20
+MAX_UNTAKEN_BYTES = 32 << 20
 NUM_GUARDS = 64
 
 #: The backends that listen, by address.
@@ -46,6 +47,7 @@ class Wire:
     Attributes:
         far: The other end, None before it is connected.
         queued_bytes: Bytes of messages to this end that it has not taken.
+        untaken_bytes: Bytes of reads that were sent to the other end, and that it has not taken.
         pending: The reads that this end has started, each with the slices that are missing.
     """
 
@@ -54,6 +56,7 @@ class Wire:
     far: Wire | None = None
     is_cut: bool = False
     queued_bytes: int = 0
+    untaken_bytes: int = 0
     pending: dict[int, tuple[Read[Wire], deque[Int64Array]]] = field(default_factory=dict)
 
 
@@ -152,14 +155,22 @@ class SmallBackend(Backend[Wire]):
     def serve(self, wire: Wire, transfer_id: int, rows: Int64Array, guard: Guard) -> None:
         if not 0 <= guard.index < NUM_GUARDS:
             raise ProtocolError(f"the peer asked for {guard}")
+        self.require_taken(wire)
         data = self.gather(rows)
+        wire.untaken_bytes += len(data)
         self.post(wire.far, "data", transfer_id, self.guards.holds(guard), data)
+
+    def require_taken(self, wire: Wire) -> None:
+        if wire.untaken_bytes > MAX_UNTAKEN_BYTES:
+            raise ProtocolError("the peer asks for more and more, and takes nothing")
 
     def gather(self, rows: Int64Array) -> bytes:
         addresses = self.pool.addresses(rows[:, 0], rows[:, 1])
         return b"".join(map(ctypes.string_at, addresses.tolist(), rows[:, 1].tolist()))
 
     def take(self, wire: Wire, transfer_id: int, is_held: bool, data: bytes) -> None:
+        assert wire.far is not None
+        wire.far.untaken_bytes -= len(data)
         if transfer_id not in wire.pending:
             return
         read, slices = wire.pending[transfer_id]

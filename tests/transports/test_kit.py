@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import resource
 import socket
 import sys
 import tempfile
@@ -19,13 +20,14 @@ import numpy as np
 import pytest
 
 from kvferry.transports import Pool
+from kvferry.transports._memory import MappedArena
 from kvferry.transports.base import Arena, Endpoint, Event, PeerLost, TransferEnded
 from kvferry.transports.endpoint import Peer, Read
-from kvferry.transports.errors import KVTransferError
+from kvferry.transports.errors import ConfigurationError, KVTransferError
 from kvferry.transports.regions import Guard, Int64Array
 from kvferry.transports.testing import Link, TransportConformance, leaks, pairs_of
 from kvferry.transports.testing.wrapping import WrappedEndpoint
-from tests.support.small_transport import LISTENERS, SmallBackend, SmallTransport, Wire
+from tests.support.small_transport import LISTENERS, SLICE_BYTES, SmallBackend, SmallTransport, Wire
 
 #: What planted bugs leave behind. The test that runs them cleans up.
 LEFT = ExitStack()
@@ -78,6 +80,17 @@ class ChecksTheGuardOnce(SmallBackend):
         if transfer_id not in checked:
             checked[transfer_id] = self.guards.holds(guard)
         self.post(wire.far, "data", transfer_id, checked[transfer_id], self.gather(rows))
+
+
+class ChecksNoGuardOfAShortLastSlice(SmallBackend):
+    def serve(self, wire: Wire, transfer_id: int, rows: Int64Array, guard: Guard) -> None:
+        begun: set[int] = self.__dict__.setdefault("begun", set())
+        is_short_last = transfer_id in begun and rows[:, 1].sum() < SLICE_BYTES
+        begun.add(transfer_id)
+        if is_short_last:
+            self.post(wire.far, "data", transfer_id, True, self.gather(rows))
+        else:
+            super().serve(wire, transfer_id, rows, guard)
 
 
 class IgnoresTheGuard(SmallBackend):
@@ -150,6 +163,13 @@ class ServesOnePeerToTheEnd(SmallBackend):
             return
         self.before = wire
         super().serve(wire, transfer_id, rows, guard)
+
+
+class ServesWithoutABound(SmallBackend):
+    """It gathers whatever a peer asks for, also if the peer takes nothing."""
+
+    def require_taken(self, wire: Wire) -> None:
+        pass
 
 
 class ChecksNoBounds(SmallBackend):
@@ -379,6 +399,22 @@ class LetsGoOfArenas(SmallTransport):
         return self._allocate(num_bytes)
 
 
+class AsksTheKernelForPages(SmallTransport):
+    """It takes what the kernel gives, as a file in memory, and refuses what it does not give."""
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        # Without a limit the kernel would give pages until it kills processes.
+        assert num_bytes < 1 << 30 or resource.getrlimit(resource.RLIMIT_FSIZE)[0] <= 1 << 30
+        descriptor = os.memfd_create("arena")
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return MappedArena(mmap.mmap(descriptor, num_bytes), num_bytes)
+        except OSError as error:
+            raise ConfigurationError(f"cannot allocate {num_bytes} bytes: {error}") from error
+        finally:
+            os.close(descriptor)
+
+
 class IgnoresUnknownOptions(SmallTransport):
     def __init__(self, options: object) -> None:
         super().__init__()
@@ -453,6 +489,11 @@ PLANTED = [
         "test_memory_that_is_reused_during_a_read_is_never_delivered",
         f"{GUARDED}.*bytes are wrong.*255 instead of",
     ),
+    Planted(
+        ChecksNoGuardOfAShortLastSlice,
+        "test_memory_that_is_reused_before_the_last_slice_is_copied_is_never_delivered",
+        f"{GUARDED}.*5 of 17825797 bytes are wrong.*255 instead of 1",
+    ),
     Planted(IgnoresTheGuard, "test_a_cleared_guard_is_stale", f"{GUARDED}.*error=None"),
     Planted(
         AcceptsAnyValueOfTheGuard,
@@ -495,6 +536,11 @@ PLANTED = [
         ServesOnePeerToTheEnd,
         "test_a_peer_that_asks_and_takes_nothing_delays_no_other",
         "each read that `start_read` accepted ends",
+    ),
+    Planted(
+        ServesWithoutABound,
+        "test_what_waits_for_a_peer_that_reads_everything_again_and_again_is_bounded",
+        r"broken promise: what waits for a peer that asks and takes nothing is bounded.*\d+ MiB more",
     ),
     Planted(
         ChecksNoBounds,
@@ -625,6 +671,11 @@ PLANTED = [
         "broken promise: the memory of an arena stays mapped until `close`.*are no longer mapped",
     ),
     Planted(
+        AsksTheKernelForPages,
+        "test_impossible_allocations_are_refused",
+        r"broken promise: an arena of \d+ bytes is refused before the kernel is asked.*File too large",
+    ),
+    Planted(
         IgnoresUnknownOptions,
         "test_an_unknown_option_is_named",
         "broken promise: an unknown option is refused.*raised nothing instead of ConfigurationError",
@@ -689,3 +740,32 @@ def test_capabilities_that_are_not_declared_are_named_by_one_skipped_test() -> N
     assert getattr(HalfDeclared, needy) is getattr(TransportConformance, needy)
     assert HalfDeclared.test_nonsense_costs_only_its_own_connection is None
     assert HalfDeclared.test_all_capabilities_are_declared is None  # type: ignore[attr-defined]
+
+
+class WithoutCapabilities(_Conformance):
+    """Its fixtures return None, and one is None."""
+
+    on_guard_check = None
+
+    @pytest.fixture
+    def read_unchecked(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def connect_raw(self) -> Any:
+        return None
+
+
+def test_a_fixture_that_returns_none_is_a_reason_to_skip(tmp_path: Path) -> None:
+    (tmp_path / "test_none.py").write_text(
+        f"import sys\nTestNone = sys.modules[{__name__!r}].WithoutCapabilities\n"
+    )
+    wanted = "asks_for_more or impossible_guard or again_and_again or kept or nonsense or right_after_a_check"
+    off = [f"-pno:{name}" for name in ("terminal", "cacheprovider", "asyncio", "faulthandler", "xdist")]
+    recorder = Recorder()
+    status = pytest.main(
+        [*off, "--rootdir", str(tmp_path), "-c", os.devnull, "-k", wanted, str(tmp_path)], plugins=[recorder]
+    )
+    assert status == pytest.ExitCode.OK, recorder.text
+    for name in ("read_unchecked", "connect_raw"):
+        assert f"this test needs `{name}`, and the fixture returned None" in recorder.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import struct
@@ -256,3 +257,46 @@ def test_a_connector_of_the_page_hands_over(monkeypatch: pytest.MonkeyPatch) -> 
         expected = producer.contents(blocks)
         loaded = load(consumer, producer, Request("d", 18, params))
         assert torch.equal(consumer.contents(loaded), expected)
+
+
+def test_the_pages_one_sided_reads_check_the_guard_after_the_copy() -> None:
+    page: dict[str, Any] = {}
+    exec(_code("One-sided transports"), page)  # noqa: S102 - our own page
+    (arena, pool_file), (words, table_file) = page["share"](2 * PAGE), page["share"](PAGE)
+    mapped, table = (
+        transports.FileMapping(descriptor, PAGE, mmap.PROT_READ).memory
+        for descriptor in (pool_file, table_file)
+    )
+    guards = transports.WordTable(words.buffer, 8)  # type: ignore[arg-type]
+    os.close(pool_file)
+    os.close(table_file)
+    np.frombuffer(arena.buffer, np.uint8)[:] = 7
+    target = np.zeros(PAGE, np.uint8)
+    addresses = (
+        np.array([address], np.uint64) for address in (target.ctypes.data, transports.address_of(mapped))
+    )
+    regions = (*addresses, np.array([PAGE]))
+    guards.set(HELD.index, HELD.value)
+    page["read"](*regions, table, HELD)
+    assert (target == 7).all()
+    guards.clear(HELD.index)
+    with pytest.raises(StaleRegionError):
+        page["read"](*regions, table, HELD)
+
+
+def test_the_suite_runs_outside_the_repository_without_a_warning(tmp_path: Path) -> None:
+    """By the command of the page, in an empty folder, where this repository's settings of pytest do not hold."""
+    (tmp_path / "plain_tcp.py").write_text(_code("A complete transport, step by step"))
+    (tmp_path / "test_plain_tcp.py").write_text(_code("Test it").partition("pytest_plugins")[0])
+    command = _code("Test it", "sh").split()
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "-k", "one_pool or a_cleared_guard"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout, done.stdout
+    assert "warning" not in (done.stdout + done.stderr).lower(), done.stdout + done.stderr

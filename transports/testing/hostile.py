@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from .._memory import require_guard
 from ..errors import RegionError
 from ..regions import AddressArray, Guard, Int64Array, Pool
+from ..streams import FrameSocket
 from .harness import DEADLINE_S, Link, pairs_of
 
 
@@ -36,8 +39,22 @@ def read_without_checks(link: Link, remote_offset: int, num_bytes: int, guard: G
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pool, "addresses", any_addresses)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("kvferry.") and vars(module).get("require_guard") is require_guard:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get("require_guard") is require_guard:
                 patch.setattr(module, "require_guard", lambda guard, num_guards: None)
         pairs = pairs_of((0, remote_offset, num_bytes))
         link.consumer.endpoint.start_read(link.producer_id, pairs, guard, timeout_s=DEADLINE_S)
+
+
+@contextmanager
+def repeated_frames(times: int) -> Iterator[None]:
+    """Send each frame of each `FrameSocket` this often, for the length of a `with`. A reader asks for one slice at a time."""
+    send = FrameSocket.send
+
+    def send_again(stream: FrameSocket, frame: bytes) -> None:
+        for _ in range(times):
+            send(stream, frame)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrameSocket, "send", send_again)
+        yield

@@ -14,6 +14,7 @@ import pytest
 from ..base import PeerLost, TransferEnded, Transport
 from ..errors import (
     ConfigurationError,
+    KVTransferError,
     KVTransferStateError,
     PeerLostError,
     RegionError,
@@ -21,6 +22,7 @@ from ..errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
+from ..machine import memory_of_this_process
 from ..regions import Extents, Guard, Pool
 from .harness import (
     DEADLINE_S,
@@ -33,6 +35,8 @@ from .harness import (
     refuses,
     same_bytes,
 )
+from .hostile import repeated_frames
+from .limits import limited_memory, reached_limit, resident_bytes
 from .order import broken, require
 
 Create = Callable[[Mapping[str, object]], Transport]
@@ -46,10 +50,14 @@ GUARDED = (
 )
 NOT_WRITTEN = "after a read has ended, or its endpoint is closed, nothing writes into its local regions"
 BOUNDED = "a read outside either pool, or with an impossible guard, is refused, and copies nothing"
+BEFORE = "before the kernel is asked for its pages, for example by `require_available`"
 SERVED = "the owner of memory checks what a peer asks for, and serves no byte outside its pool"
 
 #: What a test writes over memory that a transport must no longer touch.
 POISON = 0xA5
+
+#: More than the buffers of any transport for one peer.
+MAX_WAITING_BYTES = 128 << 20
 
 EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 
@@ -69,10 +77,21 @@ class MemoryPromises:
             arena.buffer[-1] = 255
 
     def test_impossible_allocations_are_refused(self, world: World) -> None:
+        """Limits keep the kernel from giving the pages: it would give them until it kills processes."""
         transport = world.node(PAGE).transport
-        for num_bytes in (0, -1, 1 << 60):
-            with refuses(ConfigurationError, f"an arena of {num_bytes} bytes is refused"):
-                transport.allocate(num_bytes)
+        _, free = memory_of_this_process()
+        for num_bytes in (0, -1, free + (1 << 30), 1 << 60):
+            promise = f"an arena of {num_bytes} bytes is refused"
+            with limited_memory(), refuses(ConfigurationError, promise):
+                try:
+                    transport.allocate(num_bytes)
+                except ConfigurationError as error:
+                    require(
+                        not reached_limit(error),
+                        f"{promise} {BEFORE}",
+                        f"{error!r} after {error.__context__!r}",
+                    )
+                    raise
 
     def test_one_pool_is_registered(self, create: Create) -> None:
         transport = create({})
@@ -301,6 +320,26 @@ class ReadPromises:
         require(ended.error is None, "a peer that asks and takes nothing delays no other peer", ended)
         same_bytes(other.consumer.memory(), link.producer.memory(), ARRIVES)
 
+    def test_what_waits_for_a_peer_that_reads_everything_again_and_again_is_bounded(
+        self, world: World, link: Link, read_unchecked: ReadUnchecked
+    ) -> None:
+        """It takes nothing. The owner of the memory waits for it, or drops it."""
+        before = resident_bytes()
+        for num_reads in range(1, 257):
+            try:
+                # A reader that asks for one slice at a time asks for the first one this often.
+                with repeated_frames(256 if num_reads == 1 else 1):
+                    read_unchecked(link, 0, POOL_BYTES, HELD)
+            except KVTransferError:  # it was dropped, or its own queue is full
+                break
+            world.turn(link.producer)
+            grown = resident_bytes() - before
+            require(
+                grown < MAX_WAITING_BYTES,
+                "what waits for a peer that asks and takes nothing is bounded",
+                f"after {num_reads} reads of {POOL_BYTES} bytes the process had {grown >> 20} MiB more",
+            )
+
     def test_a_read_from_an_unknown_peer_is_refused(self, link: Link) -> None:
         with refuses(PeerLostError, "a read from an unknown peer is refused"):
             link.consumer.endpoint.start_read(987654, pairs_of((0, 0, 1)), HELD, timeout_s=1)
@@ -428,22 +467,44 @@ class GuardPromises:
         self, world: World, link: Link, on_guard_check: OnGuardCheck
     ) -> None:
         """The owner clears the guard and writes in the moment after the transport has looked at the guard."""
+        # Odd ones too: the last slice of a read is mostly a short one.
+        sizes = (1, PAGE, PAGE + 7, POOL_BYTES - 3, POOL_BYTES)
+        num_checks = [self._read_and_reuse(world, link, size, on_guard_check, after=1) for size in sizes]
+        self._require_seen(sum(num_checks))
+
+    def test_memory_that_is_reused_before_the_last_slice_is_copied_is_never_delivered(
+        self, world: World, on_guard_check: OnGuardCheck
+    ) -> None:
+        """A guard that is cleared earlier is noticed at the slices before the last one, which is a short one."""
+        num_bytes = (17 << 20) + 5  # a little more than a slice, also where slices are large
+        link = world.pair(num_bytes)
+        num_checks = self._read_and_reuse(world, link, num_bytes, on_guard_check, after=0)
+        self._require_seen(num_checks)
+        for after in (num_checks - 1, num_checks):
+            self._read_and_reuse(world, link, num_bytes, on_guard_check, after=after)
+
+    def _read_and_reuse(
+        self, world: World, link: Link, num_bytes: int, on_guard_check: OnGuardCheck, *, after: int
+    ) -> int:
+        """Read; reuse the memory after this check of the guard, counted from 1. Return how many checks were seen."""
         guards, memory = link.producer.transport.guards, link.producer.memory()
         num_checks = 0
 
         def reuse() -> None:
             nonlocal num_checks
             num_checks += 1
-            guards.clear(HELD.index)
-            memory[:] = 255
+            if num_checks == after:
+                guards.clear(HELD.index)
+                memory[:] = 255
 
-        # Odd ones too: the last slice of a read is mostly a short one.
-        for num_bytes in (1, PAGE, PAGE + 7, POOL_BYTES - 3, POOL_BYTES):
-            guards.set(HELD.index, HELD.value)
-            memory[:] = 1
-            with on_guard_check(HELD, reuse):
-                ended = world.read(link, pairs_of((0, 0, num_bytes)), HELD)
-            self._require_promised(link, ended, 1)
+        guards.set(HELD.index, HELD.value)
+        memory[:] = 1
+        with on_guard_check(HELD, reuse):
+            ended = world.read(link, pairs_of((0, 0, num_bytes)), HELD)
+        self._require_promised(link, ended, 1)
+        return num_checks
+
+    def _require_seen(self, num_checks: int) -> None:
         if not num_checks:
             pytest.skip(
                 f"{type(self).__name__}: not declared: `on_guard_check`, how to see that a guard is checked; override "

@@ -35,7 +35,8 @@ class TransportConformance(
 
     Some tests need help from the author of the transport: a *capability*. Each is a fixture to override. If a suite
     does not declare one, the tests that need it are left out, and one skipped test names all that is missing. Set a
-    fixture to None if the transport cannot have it: then nothing is said about it.
+    fixture to None if the transport cannot have it: then nothing is said about it. If a fixture returns None, the tests
+    that need it are skipped.
 
     | fixture | returns |
     |---|---|
@@ -88,6 +89,13 @@ checking them, as a hostile peer would. Not for one-sided transports, whose owne
         """See the class."""
         raise NotImplementedError
 
+    @pytest.fixture(autouse=True)
+    def capabilities_are_there(self, request: pytest.FixtureRequest) -> None:
+        """Skip a test that needs a capability whose fixture returns None."""
+        for name in _CAPABILITIES:
+            if name in request.fixturenames and request.getfixturevalue(name) is None:
+                pytest.skip(f"{type(self).__name__}: this test needs `{name}`, and the fixture returned None")
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Leave out the tests whose capabilities are not declared."""
         super().__init_subclass__(**kwargs)
@@ -95,7 +103,9 @@ checking them, as a hostile peer would. Not for one-sided transports, whose owne
         for capability in _CAPABILITIES:
             # Not `getattr`, which makes a new object of each fixture.
             declared = next(vars(kind)[capability] for kind in cls.__mro__ if capability in vars(kind))
-            is_missing = declared is vars(TransportConformance)[capability]
+            is_missing = (
+                capability not in _WITH_DEFAULT and declared is vars(TransportConformance)[capability]
+            )
             for name in (tests := _tests_with(capability)):
                 is_left_out = is_missing or declared is None
                 setattr(cls, name, None if is_left_out else getattr(TransportConformance, name))
@@ -104,7 +114,8 @@ checking them, as a hostile peer would. Not for one-sided transports, whose owne
         setattr(cls, _SUMMARY, _summary_of(cls.__name__, missing) if missing else None)
 
 
-_CAPABILITIES = ("read_unchecked", "connect_raw")
+_CAPABILITIES = ("read_unchecked", "connect_raw", "on_guard_check")
+_WITH_DEFAULT = ("on_guard_check",)
 _SUMMARY = "test_all_capabilities_are_declared"
 
 
