@@ -166,13 +166,6 @@ class SchedulerHalf(ABC):
         """Return what a router should know of this start of the node, in JSON's types. Called after `set_handshake_metadata`."""
         return {}
 
-    def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
-        """Return whether params that name no connector can be meant for this one.
-
-        Called only if several connectors share a node.
-        """
-        return True
-
     def on_new_request(self, request: ConnectorRequest) -> None:  # noqa: B027
         """Take note of a request that the engine accepted; no blocks are allocated yet.
 

@@ -63,13 +63,6 @@ class PeerToPeerConnector(KVConnectorBase):
     def prefer_cross_layer_blocks(self) -> bool:
         return self._options.cross_layer_blocks
 
-    def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
-        addresses = kv_transfer_params.get("remote_addresses", ())
-        return isinstance(addresses, list | tuple) and all(
-            isinstance(address, str) and address.startswith(f"{self.transport_scheme}:")
-            for address in addresses
-        )
-
 
 @cache
 def connector_over(scheme: str) -> type[PeerToPeerConnector]:

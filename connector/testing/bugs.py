@@ -787,11 +787,6 @@ class LoadsOnTheFirstRankOnly(RankWorker):
 # == the life of a half ============================================================================
 
 
-class CannotJudgeParams(LayerStoreScheduler):
-    def recognizes_params(self, kv_transfer_params: Any) -> Any:
-        return kv_transfer_params.get("folder")
-
-
 class IgnoresUnknownOptions(LayerStoreConnector):
     def _settings(self) -> tuple[Path, KVCacheSpec]:
         folder = self.kv_transfer_config.kv_connector_extra_config["folder"]
@@ -894,7 +889,6 @@ BUGS: Mapping[str, str] = {
     "ShutsDownOnce": "a half can be shut down",
     "IgnoresUnknownOptions": "an unknown option is refused",
     "ReturnsParamsThatAreNoJson": "kv_transfer_params can be sent to a client as JSON",
-    "CannotJudgeParams": "recognizes_params answers True or False",
     "ReportsALoadTwice": _ONCE,
     "ReportsBeforeTheBytes": _BYTES,
     "WritesAfterAnAbortConnector": _AFTER_THE_END,

@@ -65,16 +65,6 @@ class ConnectorPromises:
         events = list(node.events)
         promise("nothing happens to the cache of a node without requests", kept=not events, seen=events)
 
-    def test_foreign_params_are_judged_without_an_error(self, make_node: MakeNode) -> None:
-        scheduler = make_node(PER_LAYER).scheduler
-        for params in ({}, {"no_such_key": 1}, {"remote_host": "192.0.2.1", "remote_port": 7}):
-            answer = scheduler.recognizes_params(params)
-            promise(
-                "recognizes_params answers True or False about any params",
-                kept=isinstance(answer, bool),
-                seen=f"{answer!r} about {params}",
-            )
-
     def test_an_unknown_option_is_named(self, make_node: MakeNode) -> None:
         error: Exception | None = None
         try:

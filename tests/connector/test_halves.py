@@ -160,7 +160,6 @@ def test_an_instance_is_a_connector_with_its_settings(
 @EITHER
 def test_methods_that_are_not_implemented_have_a_default(connector: type[KVConnectorBase]) -> None:
     scheduler, worker = make(connector, SCHEDULER), make(connector, WORKER)
-    assert scheduler.recognizes_params({})
     scheduler.request_progressed(Request("p", 4), ())
     assert scheduler.describe() == {}
     assert list(scheduler.take_events()) == []

@@ -116,7 +116,6 @@ BUGS = [
     Bug("ShutsDownOnce", "test_shutting_down_is_harmless_at_any_time", "twice raised"),
     Bug("IgnoresUnknownOptions", "test_an_unknown_option_is_named", "was made"),
     Bug("ReturnsParamsThatAreNoJson", ANY, "not JSON"),
-    Bug("CannotJudgeParams", "test_foreign_params_are_judged_without_an_error", "None about"),
     Bug("ReportsALoadTwice", ANY, "in finished_recving, and step"),
     Bug("ReportsBeforeTheBytes", ANY, f"{POISON}.*; no error was reported"),
     Bug("WritesAfterAnAbortConnector", ABORTED_LOAD, "the load of request 'd1' into it was over"),
