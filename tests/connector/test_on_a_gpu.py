@@ -232,6 +232,24 @@ def test_blocks_are_loaded_once_no_earlier_work_on_the_gpu_writes_them(
     assert (consumer.cache[list(LOADED)] == 1.0).all()
 
 
+def test_a_claim_waits_for_an_announcement_that_came_after_work_on_the_gpu(
+    producer: Side, consumer: Side
+) -> None:
+    consumer.is_behind = False
+    early, late = producer.remote("early", 1), producer.remote("late", 2, (3, 4))
+    producer.announce(early)
+    producer.open(early, early.num_tokens, is_computed=False)
+    producer.until_awaited()
+    producer.announce(late)
+    consumer.start_load(late, "late")
+    consumer.start_load(replace(late, lease=3), "unknown")  # its claim comes after the other one
+    assert "was never made" in consumer.until_ended("unknown")["unknown"]
+    assert producer.is_behind
+    producer.is_behind = False
+    producer.open(late, late.num_tokens, is_computed=True)
+    assert consumer.until_ended("late") == {}
+
+
 def test_a_gpu_that_failed_ends_everything(producer: Side, consumer: Side) -> None:
     def fail() -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
