@@ -49,6 +49,7 @@ from kvferry.transports.shm import SharedMemoryTransport
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools
 from tests.support.handoff_orders import ordered
+from tests.support.patience import DEADLINE_S
 
 SHAPE = CacheShape(num_layers=1)
 POOL = SHAPE.kv_cache_config()
@@ -96,7 +97,7 @@ class Side:
 
     def wait(self) -> None:
         self._is_awaited.set()
-        assert self._has_run.wait(60)
+        assert self._has_run.wait(DEADLINE_S)
 
     def remote(self, request_id: str, lease: int, blocks: tuple[int, ...] = OFFERED) -> RemoteOffer:
         return replace(
@@ -119,7 +120,7 @@ class Side:
         self.handoffs.submit(ordered(offer.request_id, offer=order), is_computed=is_computed)
 
     def until(self, is_true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_S
         while not is_true():
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -146,7 +147,7 @@ class Side:
 
     def until_awaited(self) -> None:
         """Wait until orders wait for the GPU."""
-        assert self._is_awaited.wait(20)
+        assert self._is_awaited.wait(DEADLINE_S)
 
     def until_ended(self, request_id: str = "d") -> dict[str, str]:
         """Wait for the end of a load. Returns the reason if it failed."""

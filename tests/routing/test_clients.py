@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from tests.support.fake_nodes import let_rendezvous, routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 

@@ -17,8 +17,8 @@ from kvferry.router.fleet import Fleet, Mode, Progress
 from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, Work, chance_of_more, choose
 from kvferry.router.prefixes import PIECE_TOKENS, Prefixes, keys_of
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 NO_LIMITS = Limits()
 
 

@@ -21,9 +21,7 @@ from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, Re
 from kvferry.reference.node.app import NodeServer
 from kvferry.runner_mixin import state
 from tests.support.answers import Answer
-
-#: Seconds after which a test gives up waiting for what should have happened.
-DEADLINE_S = 20.0
+from tests.support.patience import DEADLINE_S
 
 
 class MakeNode(Protocol):

@@ -43,8 +43,8 @@ from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import read_json
 from kvferry.web.serving import StartupError, bind, serving
 from tests.support import fake_nodes
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 KEY, OTHER = "sk-the-right-key", "sk-another-key"
 
 
