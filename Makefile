@@ -195,7 +195,7 @@ prove: $(READY) ## go through every state of two or three nodes, and of a reques
 	$(BIN)/python -m tests.support.exchange_states --size large
 
 .PHONY: mutants
-mutants: $(READY) build/mutant-tools ## change the code of handoff and router at random places, and count which proofs notice: NUM=200 SEED=1
+mutants: $(READY) build/mutant-tools ## change the code of handoffs, router and sliced reads at random places, and count which proofs notice: NUM=200 SEED=1
 	PYTHONPATH=$(CURDIR)/build/mutant-tools $(BIN)/python -m tests.support.mutants --num $(or $(NUM),200) --seed $(or $(SEED),1) --jobs 2 --output build/mutants.jsonl
 
 build/mutant-tools: constraints.txt | $(READY)

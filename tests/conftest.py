@@ -11,6 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.support.patience import SLOWNESS
+
 pytest_plugins = ["kvferry.transports.testing.leaks", "pytester"]
 
 pytest.register_assert_rewrite(
@@ -32,8 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test longer on a slow machine, unless the command line says how long."""
+    if config.getoption("timeout", None) is not None:
+        return
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        limit_s = float(mark.args[0] if mark is not None else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(SLOWNESS * limit_s), append=False)
+
+
 #: Seconds for which tasks may end after the test and its fixtures.
-SETTLE_S = 10.0
+SETTLE_S = 10.0 * SLOWNESS
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ class _FatalError(UnexpectedError):
 
 @dataclass(frozen=True)
 class _Order:
-    """One step's orders. Later ones wait until these are due, so that orders keep their sequence.
+    """One step's orders. Later ones wait until these are due, so that orders keep their sequence. Only announcements do not wait.
 
     Attributes:
         number: Counts the steps with orders.
@@ -298,11 +298,22 @@ class HandoffLoop:
             # After the look at the order: a request that is preempted and offered again has its old offer ended first.
             while self._retractions:
                 self._driver.abort(self._retractions.popleft())
+            self._announce()
             if order is None or not (carry_out := self._due(order)):
                 return
             # Before it is carried out: an order that ends the thread must not be met again.
             self._orders.popleft()
             carry_out()
+
+    def _announce(self) -> None:
+        """Announce the offers of orders that still wait for the GPU: an announcement is about no memory.
+
+        Otherwise a claim would be denied for good when it comes to a rank whose GPU is behind that of the rank that answered.
+        """
+        for order in tuple(self._orders):
+            if order.begin_anew is not None:
+                return  # it would end what is announced before it
+            self._driver.announce(order.orders, order.number)
 
     def _due(self, order: _Order) -> Callable[[], None] | None:
         """Return what to do about an order now; None if it is not due. Then the thread is woken when it is."""
@@ -350,6 +361,7 @@ class _Driver:
         self._guards = OfferGuards(guards, BlockExtents(protocol.producer.layout))
         self._num_guards = guards.num_guards
         self._number = 0  # of the orders that are carried out
+        self._num_announced = 0  # orders whose offers are announced
         self._endpoint = endpoint
         self._protocol = protocol
         self._outcomes = outcomes
@@ -384,6 +396,21 @@ class _Driver:
 
     # -- orders --------------------------------------------------------------------------------------
 
+    def announce(self, orders: HandoffMetadata, number: int) -> None:
+        """Announce one step's offers, ahead of the rest of its orders. Those that were announced before are left out."""
+        if number <= self._num_announced:
+            return
+        self._num_announced = number
+        for order in orders.requests:
+            if (announced := order.announcement) is not None:
+                # If this fails, only claims that come too early are lost.
+                with survived("cannot announce an offer", self._log):
+                    self._do(
+                        self._protocol.producer.announce(
+                            order.request_id, announced.lease, announced.name, _now(), announced.num_loads
+                        )
+                    )
+
     def carry_out(self, orders: HandoffMetadata, number: int, error: KVTransferError | None = None) -> None:
         """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone.
 
@@ -393,6 +420,7 @@ class _Driver:
                 offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
         """
         self._number = number
+        self.announce(orders, number)
         for order in orders.requests:
             if error is None:
                 self._carry_out(order)
@@ -417,14 +445,6 @@ class _Driver:
         if self._trace is not None:
             with survived("cannot trace orders", self._log):
                 self._trace.ordered(order)
-        if (announced := order.announcement) is not None:
-            # If this fails, only claims that come too early are lost.
-            with survived("cannot announce an offer", self._log):
-                self._do(
-                    producer.announce(
-                        request_id, announced.lease, announced.name, _now(), announced.num_loads
-                    )
-                )
         is_void = self._guards.is_void(request_id, self._number)
         if order.offer is not None:
             with self._failing_offer(request_id, order.offer.lease):

@@ -3,8 +3,8 @@
 They travel as they were collected: a record per request, whose attributes stand in the order in which a request goes through
 them. The worker halves of all ranks get the same orders.
 
-What must never break: the handoff thread carries orders out in this sequence, and before any message of a peer that was sent
-after the engine's answer. So no claim meets an offer that is not known yet, and an id that is used again means the later request.
+What must never break: the handoff thread carries orders out in this sequence, announcements first, and before any message of
+a peer that was sent after the engine's answer. So no claim meets an offer that is not known yet, and an id that is used again means the later request.
 """
 
 from __future__ import annotations

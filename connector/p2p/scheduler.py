@@ -734,7 +734,6 @@ class HandoffScheduler(SchedulerHalf):
             offer_result=wish.offer_result and self._config.is_kv_producer,
             load_from=wish.load_from if may_load else None,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
-            num_loads=wish.num_loads if self._config.is_kv_producer else 1,
             release_as=wish.release_as if self._config.is_kv_producer else "",
         )
         if allowed != wish:

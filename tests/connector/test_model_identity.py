@@ -23,6 +23,7 @@ from kvferry.connector.identity.model import (
     weights_digest,
 )
 from kvferry.transports.errors import ConfigurationError
+from tests.support.patience import DEADLINE_S
 
 SIZE = 300_000
 
@@ -31,7 +32,7 @@ SIZE = 300_000
 def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     path.write_bytes(random.Random(1).randbytes(SIZE))
-    scratch, deadline = tmp_path / "scratch", time.monotonic() + 10.0
+    scratch, deadline = tmp_path / "scratch", time.monotonic() + DEADLINE_S
     # Wait until the file system's clock has moved on, so that a later change has a later time.
     while not scratch.exists() or scratch.stat().st_ctime_ns <= path.stat().st_ctime_ns:
         assert time.monotonic() < deadline

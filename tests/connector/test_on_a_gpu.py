@@ -49,6 +49,7 @@ from kvferry.transports.shm import SharedMemoryTransport
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools
 from tests.support.handoff_orders import ordered
+from tests.support.patience import DEADLINE_S
 
 SHAPE = CacheShape(num_layers=1)
 POOL = SHAPE.kv_cache_config()
@@ -96,7 +97,7 @@ class Side:
 
     def wait(self) -> None:
         self._is_awaited.set()
-        assert self._has_run.wait(60)
+        assert self._has_run.wait(DEADLINE_S)
 
     def remote(self, request_id: str, lease: int, blocks: tuple[int, ...] = OFFERED) -> RemoteOffer:
         return replace(
@@ -119,7 +120,7 @@ class Side:
         self.handoffs.submit(ordered(offer.request_id, offer=order), is_computed=is_computed)
 
     def until(self, is_true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_S
         while not is_true():
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -146,7 +147,7 @@ class Side:
 
     def until_awaited(self) -> None:
         """Wait until orders wait for the GPU."""
-        assert self._is_awaited.wait(20)
+        assert self._is_awaited.wait(DEADLINE_S)
 
     def until_ended(self, request_id: str = "d") -> dict[str, str]:
         """Wait for the end of a load. Returns the reason if it failed."""
@@ -230,6 +231,24 @@ def test_blocks_are_loaded_once_no_earlier_work_on_the_gpu_writes_them(
     consumer.is_behind = False
     assert consumer.until_ended() == {}
     assert (consumer.cache[list(LOADED)] == 1.0).all()
+
+
+def test_a_claim_waits_for_an_announcement_that_came_after_work_on_the_gpu(
+    producer: Side, consumer: Side
+) -> None:
+    consumer.is_behind = False
+    early, late = producer.remote("early", 1), producer.remote("late", 2, (3, 4))
+    producer.announce(early)
+    producer.open(early, early.num_tokens, is_computed=False)
+    producer.until_awaited()
+    producer.announce(late)
+    consumer.start_load(late, "late")
+    consumer.start_load(replace(late, lease=3), "unknown")  # its claim comes after the other one
+    assert "was never made" in consumer.until_ended("unknown")["unknown"]
+    assert producer.is_behind
+    producer.is_behind = False
+    producer.open(late, late.num_tokens, is_computed=True)
+    assert consumer.until_ended("late") == {}
 
 
 def test_a_gpu_that_failed_ends_everything(producer: Side, consumer: Side) -> None:

@@ -20,11 +20,11 @@ from kvferry.connector.handoff.events import Identity
 from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
 from kvferry.connector.p2p import worker
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
+from tests.support.patience import DEADLINE_S
 
 SHAPE = CacheShape()
 #: Big enough that a kill hits a read in flight: 60 blocks of 1 MiB.
 BIG = CacheShape(num_layers=4, num_blocks=61, block_size=16, num_kv_heads=32, head_size=64)
-DEADLINE_S = 20.0
 
 
 def serve(pipe: Connection, shape: CacheShape, spoken: range, options: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from kvferry.connector.config import KVRole
 from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError, RendezvousError
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.identity.content import content_digest
+from kvferry.connector.p2p import scheduler as p2p_scheduler
 from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, WorkerAddress
 from kvferry.connector.p2p.params import parse_transfer_params, rendezvous_lease, rendezvous_params
 from kvferry.connector.p2p.scheduler import _NEXT, HandoffScheduler, RequestState
@@ -333,6 +334,21 @@ class TestConsumer:
         assert consumer.build_connector_meta().is_empty()
         assert consumer.num_requests == 0
 
+    @pytest.mark.parametrize("invalid", [set(), {31}])
+    @pytest.mark.parametrize("errors", [{}, {"d-1": "the offer is over"}])
+    def test_a_load_counts_as_failed_if_it_ended_with_an_error_or_a_block_is_invalid(
+        self, errors: dict[str, str], invalid: set[int]
+    ) -> None:
+        consumer = scheduler()
+        request = arrived(consumer)
+        assert consumer.get_num_new_matched_tokens(request, 0) == (10, True)
+        consumer.update_state_after_alloc(request, [[30, 31, 32]], 10)
+        consumer.update_connector_output(
+            KVConnectorOutput(finished_recving={"d-1"}, load_errors=errors, invalid_block_ids=invalid)
+        )
+        outcome = "failed" if errors or invalid else "loaded"
+        assert consumer.build_connector_meta().counts == {f"offered_requests_total/{outcome}": 1}
+
     def test_a_prompt_that_is_already_cached_frees_the_producer(self) -> None:
         consumer = scheduler()
         request = arrived(consumer, num_prompt=9, num_offered=9)
@@ -511,6 +527,17 @@ class TestRendezvous:
         producer.request_finished(Request("p-1", 10, wish, 10, "abort"), [[7, 8, 9]])
         with pytest.raises(RendezvousError, match="draw a new name"):
             producer.on_new_request(Request("p-2", 10, wish))
+
+    def test_the_latest_names_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(p2p_scheduler, "_MAX_USED_NAMES", 2)
+        producer = scheduler()
+        names = [f"{number:032x}" for number in (1 << 64, 2 << 64, 3 << 64)]
+        wishes = [{"do_remote_decode": True, "rendezvous": name} for name in names]
+        for number, wish in enumerate(wishes):
+            producer.on_new_request(Request(f"p-{number}", 10, wish))
+        for number in (1, 2):
+            with pytest.raises(RendezvousError, match="draw a new name"):
+                producer.on_new_request(Request("again", 10, wishes[number]))
 
     def test_a_request_that_ends_early_is_withdrawn_although_it_was_never_announced(self) -> None:
         """The consumer knows the name already, and must not wait for it."""

@@ -27,11 +27,11 @@ from kvferry.connector.p2p.worker import new_epoch
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.testing import Request, Step, engine_config
 from tests.support.gpu_pools import GpuPools
+from tests.support.patience import DEADLINE_S
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 4, 8, 32
 NUM_TOKENS = 21
-DEADLINE_S = 20.0
 UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
 
 Options = Mapping[str, Any]

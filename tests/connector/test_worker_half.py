@@ -30,6 +30,7 @@ from kvferry.transports.inproc import InProcTransport
 from kvferry.transports.regions import Pool, Segment
 from kvferry.transports.testing.wrapping import WrappedEndpoint
 from tests.support.handoff_orders import ordered
+from tests.support.patience import DEADLINE_S
 
 SHAPE = CacheShape()
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ class FaultyTransport(InProcTransport):
 
 def wait_until(is_so: Callable[[], bool]) -> None:
     """Wait until another thread has made a condition true."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -241,7 +242,7 @@ class TestThreadThatDies:
             return any(ctypes.string_at(transport.guards.address, 8 * transport.guards.num_guards))
 
         worker.submit(ordered("p", offer=OfferOrder(1, ((1, 2),), 8, "of p")))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_S
         while not is_any_guard_set():
             assert time.monotonic() < deadline
             worker.get_finished()

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
 from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
+from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES
 
 PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2
@@ -41,7 +42,7 @@ def test_options_that_cannot_work_end_with_one_line_and_status_2(
     launcher: Launcher, arguments: list[str], words: str
 ) -> None:
     node = launcher.start("node", "serve.py", *arguments)
-    assert node.wait(60) == 2
+    assert node.wait(DEADLINE_S) == 2
     assert words in node.log_tail
     assert len(node.log_tail.strip().splitlines()) == 1
 
@@ -49,7 +50,7 @@ def test_options_that_cannot_work_end_with_one_line_and_status_2(
 def test_an_unknown_connector_option_is_reported_before_the_model_is_looked_for(launcher: Launcher) -> None:
     options = ("--role", "decode", "--connector-option", "leas_s=3", "--model", "/no/such/model")
     node = launcher.start("node", "serve.py", "--port", "0", *options)
-    assert node.wait(60) == 2
+    assert node.wait(DEADLINE_S) == 2
     assert "unknown connector option 'leas_s': did you mean 'lease_s'?" in node.log_tail
 
 
@@ -99,7 +100,7 @@ def test_models_and_connectors_that_are_not_there(
     for words, process in processes.items():
         with pytest.raises(LaunchError, match=words):
             launcher.wait_ready([process], 110)
-        assert process.wait(20) == 2
+        assert process.wait(DEADLINE_S) == 2
 
 
 @pytest.mark.slow

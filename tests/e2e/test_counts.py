@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.client import Client, wait_until
+from tests.support.patience import DEADLINE_S
 
 NUM_STREAMS = 12
-DEADLINE_S = 60.0
 
 
 def leave_at_done(router: Client, **body: Any) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.reference.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
 from tests.support.client import children_of, wait_until
+from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES
 
 pytestmark = pytest.mark.slow
@@ -210,7 +211,7 @@ def test_no_process_remains_after_an_interrupt(
         assert demo.stderr is not None
         children = wait_for_stage(demo, stage, demo.stderr)
         demo.send_signal(number)
-        assert demo.wait(20) == status
+        assert demo.wait(DEADLINE_S) == status
         wait_until(lambda: not any(is_alive(child) for child in children), timeout_s=20)
     assert not sockets_of(children)
 
@@ -226,7 +227,7 @@ def test_the_demo_says_how_a_node_ended(arguments: list[str]) -> None:
         )
         os.kill(decode, signal.SIGKILL)
         said = demo.stderr.read()
-        assert demo.wait(20) == 1
+        assert demo.wait(DEADLINE_S) == 1
     assert "the request failed" in said
     assert "the decode node was killed by SIGKILL; the end of its log:" in said
 

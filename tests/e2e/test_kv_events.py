@@ -17,13 +17,13 @@ from kvferry.router.nodes import UpstreamNode
 from kvferry.router.prefixes import Prefixes, keys_of
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
+from tests.support.patience import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
 #: Blocks of the pool, of which one is the null block.
 NUM_BLOCKS = 33
 BLOCK_SIZE = 16
-DEADLINE_S = 20.0
 
 
 def start(launcher: Launcher, num: int, *arguments: str) -> list[Client]:

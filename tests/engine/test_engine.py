@@ -17,8 +17,7 @@ from kvferry.reference.engine.errors import EngineDeadError, InvalidRequestError
 from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
-
-DEADLINE_S = 20.0
+from tests.support.patience import DEADLINE_S
 
 
 @pytest.fixture

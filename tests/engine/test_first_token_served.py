@@ -11,8 +11,8 @@ from typing import Any
 
 from kvferry.reference.engine.settings import EngineSettings
 from tests.support.engines import served_engine
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 60.0
 PROMPT = [(37 * number) % 250 for number in range(30)]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     *(("completions", {"prompt": [*PROMPT, number], "temperature": 0}) for number in range(8)),

@@ -23,8 +23,8 @@ from kvferry.reference.node.main import main
 from kvferry.runner_mixin.kv_cache import KVCacheManager
 from tests.support.client import wait_until
 from tests.support.engines import served_engine
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 30.0
 PROMPTS = {"a": "the first one", "victim": "the victim's", "b": "another one"}
 
 Client = TestClient[web.Request, web.Application]

@@ -28,8 +28,8 @@ from kvferry.reference.engine.errors import EngineDeadError
 from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 90.0
 VICTIM = "victim"
 #: A token near the end of the victim's prompt, and the victim's seed. No other request has either.
 MARK, VICTIM_SEED = 250, 777

@@ -14,8 +14,9 @@ from custom_connector import FileConnector, FileWorker
 from kvferry.connector.config import KVTransferConfig
 from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.node.replies import transfer_outcome
-from tests.support.engines import DEADLINE_S, MakeNode, served_engine
+from tests.support.engines import MakeNode, served_engine
 from tests.support.engines import SteppedNode as Node
+from tests.support.patience import DEADLINE_S
 
 #: Several steps of prefill; its last block is not full.
 PROMPT = [random.Random(5).randrange(256) for _ in range(45)]

@@ -19,8 +19,7 @@ from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.engine.types import RequestMetrics
 from kvferry.reference.node.replies import transfer_outcome
 from tests.support.engines import served_engine
-
-DEADLINE_S = 20.0
+from tests.support.patience import DEADLINE_S
 
 #: The params of a prefill node that uses shared memory.
 FOREIGN_OFFER = {

@@ -18,6 +18,7 @@ from kvferry.connector.stores import block_store
 from kvferry.connector.stores.block_store import BlockStoreWorker
 from kvferry.connector.testing import ConnectorConformance, Request, engine_config
 from kvferry.transports.errors import ConfigurationError
+from tests.support.patience import DEADLINE_S
 
 from .stores import BLOCK, SHAPE, answer, cut_short, flip_bits, prompt, store_node, transfer_of
 
@@ -50,7 +51,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, method: str) -> Iterator[threading.
 
     def wait(self: BlockStoreWorker, *arguments: Any) -> None:
         waits.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(DEADLINE_S)
         original(self, *arguments)
 
     with monkeypatch.context() as patch:
@@ -97,7 +98,7 @@ def test_blocks_of_an_aborted_load_are_held_until_the_thread_is_done(
         with held_up(monkeypatch, "_load") as loads:
             first.add(Request("b", 18))
             first.step()
-            assert loads.wait(20)
+            assert loads.wait(DEADLINE_S)
             first.abort("b")
             for _ in range(STEPS):
                 first.step()
@@ -115,7 +116,7 @@ def test_a_load_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.Mon
         with held_up(monkeypatch, "_save") as saves:
             first.prefill("b", 5)
             first.step()
-            assert saves.wait(20)
+            assert saves.wait(DEADLINE_S)
             first.add(Request("c", 18))
             first.step_until(lambda: not first.is_running("c"))
             assert first.num_loaded_tokens["c"] == 16
@@ -190,7 +191,7 @@ def test_eviction_deletes_leftovers_but_no_file_of_others(tmp_path: Path) -> Non
 
 def test_shutting_down_ends_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with node(tmp_path) as first:
-        monkeypatch.setattr(BlockStoreWorker, "_make_room", lambda self, _: self._is_closing.wait(20))
+        monkeypatch.setattr(BlockStoreWorker, "_make_room", lambda self, _: self._is_closing.wait(DEADLINE_S))
         first.prefill("a", 18)
         first.step()
     assert not list(tmp_path.iterdir())
@@ -204,10 +205,10 @@ def test_a_thread_that_hangs_delays_the_end_by_no_more_than_a_deadline(
         with node(tmp_path) as first, caplog.at_level(logging.WARNING):
             first.prefill("a", 18)
             first.step()
-            assert saves.wait(20)
+            assert saves.wait(DEADLINE_S)
             (thread,) = (thread for thread in threading.enumerate() if thread.name == "block-store-save")
         assert "hangs in" in caplog.text
-    thread.join(20)
+    thread.join(DEADLINE_S)
 
 
 def test_whatever_a_job_raises_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from kvferry.connector.stores import layer_store
 from kvferry.connector.stores.layer_store import LayerStoreWorker
 from kvferry.connector.testing import ConnectorConformance, Request
+from tests.support.patience import DEADLINE_S
 
 from .stores import LAYER, answer, cut_short, flip_bits, store_node, transfer_of
 
@@ -82,7 +83,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, last_layer: int) -> Iterator[thread
     read, may_go_on = LayerStoreWorker._read, threading.Event()
 
     def wait(self: LayerStoreWorker, paths: Sequence[Path], layer: int) -> torch.Tensor:
-        assert layer <= last_layer or may_go_on.wait(20)
+        assert layer <= last_layer or may_go_on.wait(DEADLINE_S)
         return read(self, paths, layer)
 
     with monkeypatch.context() as patch:

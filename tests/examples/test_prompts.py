@@ -21,6 +21,7 @@ from kvferry.reference.node.openai_request import ChatPrompt, Message, parse_com
 from kvferry.reference.node.prompt_sizes import size_bound_of
 from kvferry.reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
 from kvferry.web.errors import ApiError
+from tests.support.patience import DEADLINE_S
 
 LONGEST = 100
 #: Pieces of text that tokenizers treat very differently: many bytes become one token, one character many, or none.
@@ -147,7 +148,7 @@ class SlowTokenizer(PreTrainedTokenizerFast):
     def encode(self, text: str, **settings: Any) -> list[int]:
         if text.startswith("slow"):
             self.started.release()
-            assert self.let_go.wait(20)
+            assert self.let_go.wait(DEADLINE_S)
         return super().encode(text, **settings)
 
 

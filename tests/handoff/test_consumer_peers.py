@@ -342,6 +342,27 @@ def test_shutdown_ends_every_load_and_drops_every_peer(
     assert consumer.shutdown(2.0) == []
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(GRANT, num_tokens=16),  # of which as many are ready
+        replace(GRANT, block_ids=((14, 15, 17),)),
+    ],
+)
+def test_ranks_that_grant_different_things_fail_the_load(
+    consumer: ConsumerProtocol, welcome: Welcome, other: Grant
+) -> None:
+    consumer.claim("ours", BY_TWO, 0.0)
+    for address, peer, grant in ((ADDRESS, PEER, GRANT), (LATE, LATE_PEER, other)):
+        consumer.connecting(address, peer, 0.0)
+        consumer.peer_connected(peer, 0.0)
+        consumer.receive(peer, welcome, 0.0)
+        consumer.receive(peer, grant, 0.0)
+    error = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(error, StaleLeaseError)
+    assert "the ranks of the producer granted different" in str(error)
+
+
 # -- a rank that is late -------------------------------------------------------------------------------
 
 

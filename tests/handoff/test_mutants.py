@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.support.mutants import Measured, Mutant, chosen, places_in
+from collections import Counter
+
+from tests.support.mutants import SUITES, Measured, Mutant, chosen, places_in
 
 SOURCE = b'''\
 """Text."""
@@ -36,6 +38,21 @@ def test_a_condition_is_dropped() -> None:
     }
 
 
+def test_a_bound_moves() -> None:
+    lines = {
+        "MAX: Final = 8": "MAX: Final = 2 * 8",
+        "_FIRST_S = 0.5": "_FIRST_S = 2 * 0.5",
+        "failed |= not loaded": "failed = not loaded",
+        "names.popitem(last=False)": "names.popitem(last=True)",
+        "found = size >= MAX": "found = size > MAX",
+        "found = name not in names": "found = name in names",
+    }
+    for line, changed_line in lines.items():
+        source = line.encode()
+        bounds = [each for each in places_in("p/f.py", source) if each.kind == "bound"]
+        assert [each.apply(source).decode() for each in bounds] == [changed_line]
+
+
 def test_a_message_is_dropped() -> None:
     assert changed("message") == {
         "pass",  # instead of `self.end()`, and of the whole list
@@ -49,11 +66,12 @@ def test_two_statements_are_swapped() -> None:
     assert changed("swap") == {"self.end()", "actions += [Send(1), *self.more(), rest]"}
 
 
-def test_a_seed_gives_the_same_mutants_of_both_folders() -> None:
-    mutants = chosen(20, seed=3)
-    assert mutants == chosen(20, seed=3)
-    assert mutants != chosen(20, seed=4)
-    assert [each.folder for each in mutants].count("router") == 10
+def test_a_seed_gives_the_same_mutants_of_each_folder() -> None:
+    mutants = chosen(24, seed=3)
+    assert mutants == chosen(24, seed=3)
+    assert mutants != chosen(24, seed=4)
+    assert Counter(each.folder for each in mutants) == dict.fromkeys(SUITES, 6)
+    assert Counter(each.kind for each in mutants) == {"condition": 8, "bound": 8, "swap": 4, "message": 4}
     assert all(isinstance(each, Mutant) and each.new != "" for each in mutants)
 
 

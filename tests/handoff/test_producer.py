@@ -230,6 +230,18 @@ def test_a_second_claimant_is_denied_and_can_do_nothing(producer: ProducerProtoc
     assert producer.next_deadline() == 30.0
 
 
+def test_only_the_connection_that_claimed_can_release(producer: ProducerProtocol) -> None:
+    """Any peer can name the node that reads in its hello."""
+    claimed(producer)
+    producer.peer_connected(3, now=1.0)
+    producer.receive(3, Hello(PROTOCOL_VERSION, f"peer-{PEER}", 5, "d"), now=1.0)
+    assert producer.receive(3, Release("r", 1, delivered=True, **ONLY_RANK), now=1.0) == []
+    assert producer.num_offers == 1
+    assert (
+        outcome(producer.receive(PEER, Release("r", 1, delivered=True, **ONLY_RANK), now=1.0)) == "delivered"
+    )
+
+
 def test_more_offers_than_guards_end_at_once(producer: ProducerProtocol) -> None:
     guard = offered(producer)
     offered(producer, lease=2, request_id="s")

@@ -272,6 +272,7 @@ def check_python_command(arguments: Sequence[str]) -> None:
         patch.syspath_prepend(str((ROOT / script).parent))
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
+            is_accepted = not arguments[1:]  # it has run, and takes no arguments
         except _ParsedError:
             is_accepted = True
         except SystemExit:

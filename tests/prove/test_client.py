@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.prove.client import LOADED, USAGE, Client, Form, image_of
+from tests.support.patience import DEADLINE_S
 
 METRICS = f"""\
 # HELP x a comment
@@ -83,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == 2:
             self._send(500, b'{"error": {"message": "cannot load", "code": 500}}')
         elif kind == 3:
-            self.server.may_end.wait(10.0)
+            self.server.may_end.wait(DEADLINE_S)
             self.close_connection = True
         else:
             self._stream(kind)
@@ -175,9 +176,9 @@ def test_a_stream_is_whole_only_if_it_says_so(
 
 def test_a_client_can_leave_in_the_middle(client: Client, server: _Server) -> None:
     asking = client.start([6], 2, "id", stream=True)
-    assert asking.first_token.wait(5.0)
+    assert asking.first_token.wait(DEADLINE_S)
     asking.leave()
-    assert server.has_left.wait(5.0)
+    assert server.has_left.wait(DEADLINE_S)
     assert not asking.reply().is_whole
 
 

@@ -21,6 +21,7 @@ from kvferry.web.access import ClientTls, NodeAccess, OwnKey
 from kvferry.web.admin import admin_application
 from kvferry.web.recent_spans import span_routes
 from tests.support.fake_nodes import routed, serving
+from tests.support.patience import DEADLINE_S
 
 KEY = "s3cret-ferry"
 
@@ -172,7 +173,7 @@ async def test_the_page_gets_the_account_of_a_request_that_it_names() -> None:
             "/v1/completions", json={"prompt": "p"}, headers={"X-Request-Id": "a"}
         ) as answer:
             await answer.read()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             told = await (await client.get("/page/explain", params={"request": "a"})).json()
         unknown = await (await client.get("/page/explain", params={"request": "b"})).json()
         assert (await client.get("/page/explain")).status == 400

@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestClient
 from kvferry.router.app import Router
 from kvferry.router.performance import Performance
 from tests.support.fake_nodes import let_rendezvous, routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 

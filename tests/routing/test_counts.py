@@ -21,8 +21,8 @@ from kvferry.router.nodes import NodePool
 from kvferry.web.errors import note_answered
 from kvferry.web.tracing import observed
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 PARAMS = {
     "do_remote_prefill": True,
     "remote_engine_id": "e",

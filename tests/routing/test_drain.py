@@ -21,10 +21,9 @@ from aiohttp import web
 
 from kvferry.router.main import configure, drain_timeout_s, main
 from tests.support.fake_nodes import serving
+from tests.support.patience import DEADLINE_S
 
 ROUTER = Path(__file__).parents[2] / "examples" / "router.py"
-#: Starting Python takes a while on a busy machine.
-DEADLINE_S = 60.0
 EVENTS = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
 
 

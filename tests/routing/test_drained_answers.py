@@ -16,9 +16,9 @@ from kvferry.router.moves import stop_of
 from kvferry.router.performance import MAX_MOVES
 from kvferry.web.sse import Event
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
 IDENTITY = "fedcba9876543210"
-DEADLINE_S = 20.0
 CHECKS = {"check_interval_s": 0.02, "check_timeout_s": 10.0}
 TEXT = [(f"t{number} ", 10 + number) for number in range(6)]
 WHOLE = "".join(text for text, _ in TEXT)

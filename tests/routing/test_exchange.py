@@ -475,3 +475,37 @@ def test_each_line_of_the_table_decides(changes: dict[str, Any], way: Way, choos
     facts = Facts(path="/v1/completions", **{**known, **changes})
     assert (way_of(facts), chooser_of(facts)) == (way, chooser)
     assert (named_offer(facts) is None) == (way is Way.IN_TURN)
+
+
+# -- which nodes may be asked again --------------------------------------------------------------------
+
+
+def test_each_attempt_may_ask_every_prefill_node() -> None:
+    exchange = Exchange("/v1/completions", {}, {"X-Request-Id": "r"})
+    prefill, decode = Node("prefill", 1), Node("decode", 1)
+    exchange.begin()
+    exchange.placed(Offer(prefill, {"n": 0}, "name"), decode)  # type: ignore[arg-type]
+    exchange.tried_prefill = {prefill: None}  # type: ignore[dict-item]
+    exchange.prefill_lost(ConnectionError("reset"))
+    exchange.placed()
+    assert exchange.tried_prefill == {}
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "may_have_it_again"),
+    [
+        ("another", None, True),
+        ("itself", None, False),  # it took its answer back, because no other node took it
+        ("another", ConnectionError("reset"), False),
+    ],
+)
+def test_a_node_that_stopped_an_answer_may_have_it_again_unless_it_has_it_or_failed(
+    answers: str, error: Exception | None, may_have_it_again: bool
+) -> None:
+    exchange: Any = Exchange("/v1/completions", {}, {"X-Request-Id": "r"})
+    stopped, another = Node("decode", 1), Node("decode", 2)
+    exchange.moved_from, exchange.decode = stopped, another if answers == "another" else stopped
+    exchange.tried_decode = {stopped: error, another: None}
+    exchange._forgive()
+    assert (stopped not in exchange.tried_decode) is may_have_it_again
+    assert another in exchange.tried_decode

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_lease": "1"}
 #: What the nodes say that can be asked at once.
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}

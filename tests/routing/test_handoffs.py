@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestClient
 
 from kvferry.router.handoffs import RESULTS
 from tests.support.fake_nodes import let_rendezvous, routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

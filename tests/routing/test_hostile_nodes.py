@@ -20,8 +20,8 @@ from kvferry.router.states import Health, NodeState
 from kvferry.web.json_body import MAX_VALUES, object_of
 from kvferry.web.sse import Event
 from tests.support.fake_nodes import routed, serving
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 60.0
 MIB = 1 << 20
 #: What the sockets between the two may hold when the router stops reading, and more.
 IN_FLIGHT_BYTES = 32 * MIB

@@ -32,8 +32,8 @@ from kvferry.router.prefixes import (
     keys_of,
     root_key,
 )
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 BLOCK = 16
 

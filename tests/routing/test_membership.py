@@ -25,8 +25,8 @@ from kvferry.transports.testing.certificates import Authority
 from kvferry.web.access import ClientTls, NodeAccess
 from tests.support.fake_dns import Names
 from tests.support.fake_nodes import serving
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 

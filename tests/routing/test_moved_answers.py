@@ -14,12 +14,12 @@ from aiohttp import web
 from kvferry.router.beginnings import COMPLETIONS, Abilities, beginning_of, is_followed, take_token_ids
 from kvferry.web.sse import Event
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
 CHATS = "/v1/chat/completions"
 IDENTITY = "fedcba9876543210"
 VLLM = Abilities(IDENTITY, 100, frozenset({"m"}))
 OURS = Abilities(IDENTITY)
-DEADLINE_S = 20.0
 GREEDY = {"prompt": "p", "max_tokens": 9, "temperature": 0, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "p"}], "stream": True}
 

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from kvferry.connector.p2p.params import REFUSED_TO_CONTINUE, STOPPED_TO_MOVE
 from tests.support.fake_nodes import PLACE, routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 STREAM = {"model": "m", "prompt": "p", "stream": True, "temperature": 0, "max_tokens": 4}
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
 PARAMS = {"do_remote_prefill": True, "remote_lease": "1", "remote_num_tokens": 3, **WHERE}

@@ -19,8 +19,8 @@ from kvferry.router.nodes import NodeGoneError, UpstreamNode
 from kvferry.router.reading import kept_alive_socket
 from kvferry.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 #: Frequent checks with a short timeout.
 CHECKS: dict[str, Any] = {"check_interval_s": 0.02, "check_timeout_s": 0.5}
 #: Checks that succeed on a slow machine, too.

@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from tests.support.fake_nodes import let_rendezvous, routed
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 10.0
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
 PARAMS = {"do_remote_prefill": True, **WHERE, "remote_block_ids": [[3]], "rendezvous_supported": True}
 

@@ -16,6 +16,7 @@ from kvferry.router.nodes import NodePool, NoNodeError
 from kvferry.router.states import Health, NodeState
 from kvferry.web.json_body import MAX_DEPTH
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -25,7 +26,6 @@ PARAMS = {
 }
 EVENTS = b'data: {"choices": [{"text": "one"}]}\n\ndata: {"choices": [{"text": " two"}]}\n\ndata: [DONE]\n\n'
 
-DEADLINE_S = 20.0
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from kvferry.router.nodes import UpstreamNode
 from kvferry.router.sessions import MAX_OFFER_CHARS, Answer, Conversation, Sessions, take_offer
 from tests.support.fake_nodes import routed
+from tests.support.patience import DEADLINE_S
 
 PROMPT_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[3]]}
 SESSION = {"X-Session-ID": "s1"}
@@ -115,7 +116,7 @@ async def test_the_router_asks_for_the_offer_of_a_streamed_answer() -> None:
         headers = {**SESSION, "X-Request-Id": "id7"}
         await say(client, "one", headers=headers, stream=True)
         await say(client, "two", headers=headers, stream=True)  # at once; the router waits for the offer
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while "kvferry_router_kept_answers 1.0" not in await (await client.get("/metrics")).text():
                 pass  # the router still reads the answer to its second question
     assert answer_params().items() <= {**prefill.asked[1], "do_remote_decode": False}.items()
@@ -155,7 +156,7 @@ async def test_an_offer_that_no_turn_can_use_is_not_asked_for_and_if_made_taken_
         # A session goes on with one answer, so several of them end it.
         answer = await say(client, body["prompt"], stream=stream, n=body.get("n", 1))
         num_offers = len(decode.asked)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while len(decode.releases) < num_offers:
                 await asyncio.sleep(0.01)
     assert all(params["offer_answer"] is False for params in decode.asked)

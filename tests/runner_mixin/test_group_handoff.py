@@ -41,12 +41,12 @@ from kvferry.runner_mixin import (
 from kvferry.runner_mixin.attention import selection
 from kvferry.runner_mixin.attention.torch_backend import TorchAttentionBackend
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_kv_cache_config
+from tests.support.patience import DEADLINE_S
 
 CPU = torch.device("cpu")
 BLOCK, WINDOW, HEADS, HEAD_SIZE = 4, 6, 2, 8
 PAGE_BYTES = 2 * BLOCK * HEADS * HEAD_SIZE * 4
 PROMPT = 18
-DEADLINE_S = 10.0
 #: Two layers with full attention, two with a window, and one that reads the first one's cache.
 LAYERS = (
     *(AttentionLayerConfig(f"layers.{i}", HEADS, HEAD_SIZE, WINDOW if i % 2 else None) for i in range(4)),

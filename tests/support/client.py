@@ -18,6 +18,7 @@ from kvferry.reference.demo import client
 from kvferry.reference.demo.launcher import LaunchedProcess
 from kvferry.reference.demo.near_tie import AskAlone, assert_same_answer
 from tests.support.answers import Answer
+from tests.support.patience import DEADLINE_S
 
 #: The `kv_transfer_params` of a router's request to a prefill node.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -191,7 +192,7 @@ def completion_body(prompt: str | Sequence[int], fields: Mapping[str, Any]) -> d
     return {"prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
     """Return once `condition` holds.
 
     Raises:

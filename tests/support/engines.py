@@ -21,9 +21,7 @@ from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, Re
 from kvferry.reference.node.app import NodeServer
 from kvferry.runner_mixin import state
 from tests.support.answers import Answer
-
-#: Seconds after which a test gives up waiting for what should have happened.
-DEADLINE_S = 20.0
+from tests.support.patience import DEADLINE_S
 
 
 class MakeNode(Protocol):
@@ -128,9 +126,11 @@ class SteppedNode:
 
 
 def drive(*nodes: SteppedNode, until: Callable[[], bool]) -> None:
-    """Step the nodes in turn until `until` holds."""
-    deadline = time.monotonic() + DEADLINE_S
+    """Step the nodes in turn until `until` holds. A test gives up after `DEADLINE_S` in which no step had an output."""
+    num_outputs, deadline = -1, 0.0
     while not until():
+        if (now := sum(len(outputs) for node in nodes for outputs in node.outputs.values())) != num_outputs:
+            num_outputs, deadline = now, time.monotonic() + DEADLINE_S
         assert time.monotonic() < deadline, [node.core.parts.scheduler.live_requests for node in nodes]
         for node in nodes:
             node.step()

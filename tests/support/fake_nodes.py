@@ -18,9 +18,7 @@ from kvferry.router.states import NodeState
 from kvferry.router.ways import Options
 from kvferry.web.access import ApiKeys
 from kvferry.web.errors import error_middleware
-
-#: Seconds for the first health check of a fake node.
-DEADLINE_S = 10.0
+from tests.support.patience import DEADLINE_S
 
 
 class NodeHandler(Protocol):

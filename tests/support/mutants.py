@@ -1,7 +1,8 @@
-"""Change the code of the handoff and the router at places chosen by a seed, and see which of the proofs notices.
+"""Change the code of handoffs, the router and sliced reads at places chosen by a seed, and see which of the proofs notices.
 
-Each mutant is one change: a condition is dropped, two statements are swapped, or a message is dropped (a call whose result is
-not used, or an action in a list of actions). It is made in a copy of the project. Then three suites run on it: the explorers of
+Each mutant is one change: a condition is dropped, a bound is moved (a comparison, a limit, a flag, or what an assignment adds
+to), two statements are swapped, or a message is dropped (a call whose result is not used, or an action in a list of actions).
+Conditions and bounds are drawn twice as often, because tests miss them most easily. It is made in a copy of the project. Then three suites run on it: the explorers of
 every state, the simulators, and the other tests. A suite that fails, or that takes far longer than on unchanged code, has killed
 it. What no suite kills is listed, to be explained or to be tested.
 
@@ -39,7 +40,20 @@ from threading import Lock
 from typing import Literal
 
 ROOT = Path(__file__).parents[2]
-Kind = Literal["condition", "swap", "message"]
+Kind = Literal["condition", "bound", "swap", "message"]
+#: How often each kind is drawn, beside the others.
+TURN: tuple[Kind, ...] = ("condition", "bound", "swap", "condition", "bound", "message")
+#: What a comparison becomes if its bound moves by one, or if it is turned round.
+OTHER_COMPARISON: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
 #: Commands of the router, and pages for people: what they do shows in tests that take processes or a browser.
 LEFT_OUT = frozenset({"main.py", "page.py", "__init__.py"})
 
@@ -64,6 +78,11 @@ SIMULATION = "tests/handoff/test_simulation.py"
 STACK = "tests/stack/test_stack_simulation.py"
 EVERY_EXCHANGE = "tests/routing/test_every_exchange.py"
 FLEET = "tests/routing/test_fleet_simulation.py"
+SLICED = "tests/transports/test_sliced.py"
+#: Tests of connectors that take minutes, and try what is in the other files as well.
+TAKE_LONG = tuple(
+    f"tests/connector/test_{name}.py" for name in ("kit", "multi", "processes", "several_ranks", "soak")
+)
 
 
 def _files_in(folder: str, *left_out: str) -> tuple[str, ...]:
@@ -86,6 +105,16 @@ SUITES = {
                 ),
             ),
             is_one_process=False,
+        ),
+    ),
+    "connector/p2p": (
+        Suite("simulators", (STACK,), "promise or schedule"),
+        Suite("tests", _files_in("tests/connector", *TAKE_LONG)),
+    ),
+    "transports/sliced": (
+        Suite("explorer", (SLICED,), "no_order", "not full"),
+        Suite(
+            "tests", (SLICED, *(f"tests/transports/test_{name}.py" for name in ("staging", "tcp", "zeromq")))
         ),
     ),
     "router": (
@@ -167,6 +196,16 @@ class _Places(ast.NodeVisitor):
         self._drop_condition(node.test, "False")
         self.generic_visit(node)
 
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if len(node.ops) == 1 and (other := OTHER_COMPARISON.get(type(node.ops[0]))) is not None:
+            self._add("bound", node, f"{self._text(node.left)} {other} {self._text(node.comparators[0])}")
+        self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool):
+            self._add("bound", node.value, str(not node.value.value))
+        self.generic_visit(node)
+
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
         word = " and " if isinstance(node.op, ast.And) else " or "
         for index in range(len(node.values)):
@@ -184,7 +223,18 @@ class _Places(ast.NodeVisitor):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
+            self._double(node.target, node.value)
             self.visit(node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._double(node.targets[0], node.value)
+        self.generic_visit(node)
+
+    def _double(self, target: ast.expr, value: ast.expr) -> None:
+        """Move a limit, which is a number with a name in capitals."""
+        is_limit = isinstance(target, ast.Name) and target.id.isupper()
+        if is_limit and isinstance(value, ast.Constant) and type(value.value) in (int, float):
+            self._add("bound", value, f"2 * {self._text(value)}")
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Call | ast.Await) and not _is_for_the_log(node.value):
@@ -193,6 +243,7 @@ class _Places(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self._add("message", node, "pass")
+        self._add("bound", node, f"{self._text(node.target)} = {self._text(node.value)}")
         self.generic_visit(node)
 
     def visit_List(self, node: ast.List) -> None:
@@ -243,22 +294,22 @@ def _is_python(mutant: Mutant) -> bool:
 
 
 def chosen(num: int, seed: int) -> list[Mutant]:
-    """As many mutants of each folder, and in a folder as many of each kind as far as there are so many."""
+    """As many mutants of each folder, and in a folder of each kind as `TURN` says, as far as there are so many."""
     drawn = random.Random(seed)
     mutants: list[Mutant] = []
     for folder in SUITES:
         files = [path for path in sorted((ROOT / folder).glob("*.py")) if path.name not in LEFT_OUT]
         found = [each for path in files for each in places_in(f"{folder}/{path.name}", path.read_bytes())]
         drawn.shuffle(found)
-        by_kind = [[each for each in found if each.kind == kind] for kind in ("condition", "swap", "message")]
-        mutants += islice(filter(_is_python, _in_turn(by_kind)), num // len(SUITES))
+        mutants += islice(filter(_is_python, _in_turn(found)), num // len(SUITES))
     drawn.shuffle(mutants)  # so that a run that is stopped has seen some of everything
     return mutants
 
 
-def _in_turn(rows: list[list[Mutant]]) -> Iterator[Mutant]:
-    for index in range(max(map(len, rows))):
-        yield from (row[index] for row in rows if index < len(row))
+def _in_turn(found: Sequence[Mutant]) -> Iterator[Mutant]:
+    of_kind = {kind: iter([each for each in found if each.kind == kind]) for kind in TURN}
+    for _ in found:
+        yield from (each for kind in TURN if (each := next(of_kind[kind], None)) is not None)
 
 
 # -- trying --------------------------------------------------------------------------------------------

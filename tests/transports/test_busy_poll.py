@@ -19,6 +19,7 @@ from kvferry.transports.base import Arena, Event
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.ucx.library import Worker
 from kvferry.transports.ucx.options import UCXOptions
+from tests.support.patience import DEADLINE_S
 
 GUARD = Guard(1, 7)
 
@@ -36,7 +37,7 @@ def no_switching() -> Iterator[None]:
 
 class TestBusyPoll:
     def test_ends_by_itself(self) -> None:
-        busy_poll, deadline = BusyPoll(0.001), time.monotonic() + 30
+        busy_poll, deadline = BusyPoll(0.001), time.monotonic() + DEADLINE_S
         busy_poll.extend()
         while busy_poll.is_on(deadline):
             assert time.monotonic() < deadline

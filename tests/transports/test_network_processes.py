@@ -21,6 +21,7 @@ from kvferry.transports import Connected, Event, Guard, PeerLost, Pool, RegionPa
 from kvferry.transports.errors import PeerLostError
 from kvferry.transports.registry import create_transport
 from tests.support.gpu_pools import GpuPools
+from tests.support.patience import DEADLINE_S
 
 ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.network_peer"
 POOL_BYTES = 24 << 20
@@ -63,7 +64,7 @@ class Node:
         self.endpoint = self.transport.register(Pool([self.arena.segment]))
         self.seen: list[Event] = []
 
-    def until(self, is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def until(self, is_done: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"

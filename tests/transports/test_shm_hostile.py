@@ -42,6 +42,7 @@ from kvferry.transports.shm.hello import (
 from kvferry.transports.shm.sockets import Connection
 from kvferry.transports.streams import FrameReader
 from kvferry.transports.streams import encode_frame as any_frame
+from tests.support.patience import DEADLINE_S
 
 PAGE = 4096
 GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))
@@ -63,7 +64,7 @@ class Victim:
         return sock
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_S
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"
             self.seen += self.endpoint.wait_events(0.02)

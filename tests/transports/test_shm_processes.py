@@ -18,6 +18,7 @@ from kvferry.transports import Connected, Guard, PeerLost, Pool, RegionPairs, Se
 from kvferry.transports.base import Event
 from kvferry.transports.errors import PeerLostError, PeerRefusedError, StaleRegionError, TransferTimeoutError
 from kvferry.transports.shm import SharedMemoryTransport
+from tests.support.patience import DEADLINE_S
 
 PEER = Path(__file__).parent / "children" / "shm_peer.py"
 PART_BYTES = 8 << 20
@@ -64,7 +65,7 @@ class Reader:
         self.endpoint = self.transport.register(Pool([self.arena.segment]))
         self.seen: list[Event] = []
 
-    def until(self, is_done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def until(self, is_done: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"
@@ -241,7 +242,7 @@ def test_memory_that_may_not_be_read_is_a_clear_error() -> None:
     command = [sys.executable, str(PEER), "read", endpoint.listen(""), str(NOBODY)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as process:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + DEADLINE_S
             while process.poll() is None and time.monotonic() < deadline:
                 endpoint.wait_events(0.1)
             assert process.stdout is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.transports.errors import ProtocolError
 from kvferry.transports.sliced import Reader, Server, Slice, SliceState, Verdict
 from tests.support.sliced_model import Nodes, PromiseBrokenError, Wire, explore
 
@@ -66,6 +67,16 @@ def test_the_table_of_the_design_has_the_transitions_that_happen() -> None:
         if target.strip() in {found.value for found in SliceState}
     }
     assert happened == in_design
+
+
+def test_a_peer_that_receives_nothing_may_have_128_slices_waiting() -> None:
+    nodes = Nodes(KERNEL, (1,), 0)
+    nodes.server.num_unsent = 127
+    (fetch,) = nodes.fetches.values()
+    nodes.server.answer(fetch)
+    with pytest.raises(ProtocolError, match="128 slices wait for it"):
+        nodes.server.answer(fetch)
+    assert nodes.server.num_unsent == 128
 
 
 # -- planted bugs: the exploration finds each of them ---------------------------------------------------

@@ -44,8 +44,8 @@ from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import read_json
 from kvferry.web.serving import StartupError, add_serving_arguments, bind, serving
 from tests.support import fake_nodes
+from tests.support.patience import DEADLINE_S
 
-DEADLINE_S = 20.0
 JSON = {"Content-Type": "application/json"}
 KEY, OTHER = "sk-the-right-key", "sk-another-key"
 

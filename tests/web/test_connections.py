@@ -23,10 +23,9 @@ from kvferry.web.connections import ConnectionLimits
 from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import MAX_BODY_BYTES, read_json
 from kvferry.web.serving import StartupError, bind, serving
+from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES
 
-#: The longest time that a test waits.
-DEADLINE_S = 20.0
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
