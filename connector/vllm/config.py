@@ -250,7 +250,7 @@ def answer_fields(vllm_config: Any) -> dict[str, str | int]:
     is_from_operator = getattr(model, "generation_config", "auto") not in ("auto", "vllm")
     most = default if is_from_operator else int(overrides.get("max_new_tokens") or 0)
     # vLLM ends answers at these, although they are no sampling parameters.
-    generation = getattr(model, "try_get_generation_config", dict)()
+    generation: Mapping[str, Any] = getattr(model, "try_get_generation_config", dict)()
     return {
         "sampling": json.dumps(sampling, sort_keys=True),
         DEFAULT_MAX_TOKENS: default,

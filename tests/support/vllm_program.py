@@ -241,9 +241,11 @@ def _block_digests(worker: Any, blocks: list[int]) -> list[str]:
     return [sha256(cache[blocks].contiguous().numpy().tobytes()).hexdigest() for cache in caches]
 
 
-def _scale(worker: Any, parameter: str, factor: float) -> None:
-    """Multiply a parameter; vLLM runs this in a worker."""
-    worker.get_model().get_parameter(parameter).data.mul_(factor)
+def _scale(worker: Any, name: str, factor: float) -> None:
+    """Multiply a parameter or a buffer; vLLM runs this in a worker."""
+    model = worker.get_model()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors[name].data.mul_(factor)
 
 
 def _pack_anew(worker: Any, layer: str, factor: float) -> None:
