@@ -163,7 +163,7 @@ def _uses_long_factors(model: Any) -> bool | None:
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "longrope":
         return None
     name = "original_max_position_embeddings"
-    original: int = rope.get(name) or getattr(config, name, 0)
+    original: Any = rope.get(name) or getattr(config, name, 0)
     return bool(model.max_model_len > original)
 
 
