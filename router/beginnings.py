@@ -35,11 +35,15 @@ class Abilities:
             for the same request. Empty: with those of none.
         vllm_max_model_len: The longest sequence of a vLLM server, prompt and answer together. 0: it is none.
         vllm_models: The names of its model. Those of adapters are not among them.
+        vllm_default_max_tokens: The server's limit on the tokens of an answer whose request has none. 0: none.
+        vllm_most_tokens: Its limit on the tokens of any answer. 0: none.
     """
 
     continues_answers: str = ""
     vllm_max_model_len: int = 0
     vllm_models: frozenset[str] = frozenset()
+    vllm_default_max_tokens: int = 0
+    vllm_most_tokens: int = 0
 
 
 class OtherTokenError(Exception):
@@ -263,7 +267,9 @@ def beginning_of(body: Mapping[str, Any], path: str, node: Abilities, event: Eve
         return None
     chat = {} if path == COMPLETIONS else {key: head.get(key) for key in ("id", "object", "created", "model")}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    max_tokens = node.vllm_max_model_len - len(prompt) if limit is None else int(limit)
+    # Each server begins to count anew, so the whole answer gets the limit that the first one would have kept.
+    limits = (int(limit or node.vllm_default_max_tokens), node.vllm_most_tokens)
+    max_tokens = min((node.vllm_max_model_len - len(prompt), *filter(None, limits)))
     return StitchedBeginning(created, node.continues_answers, prompt, max_tokens, chat=chat)
 
 
@@ -382,6 +388,8 @@ class StitchedBeginning(Beginning):
     def can_continue_at(self, node: Abilities) -> bool:
         if node.continues_answers != self.model or not self._is_plain:
             return False
+        if 0 < node.vllm_most_tokens < self.max_tokens:
+            return False  # it would count from its first token
         # A server refuses a request whose prompt and `max_tokens` are longer than this, which must not happen half-way.
         return len(self.prompt) + self.max_tokens <= node.vllm_max_model_len
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from ..connector.p2p.params import KV_EVENTS
+from ..connector.p2p.params import DEFAULT_MAX_TOKENS, KV_EVENTS, MOST_TOKENS
 from ..web.errors import ApiError, bad_request
 from .beginnings import Abilities
 from .health import Prober, is_local, reason_of
@@ -44,7 +44,12 @@ CAUSE_WAIT_S = 2.0
 #: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
 #: Fields in which two nodes may differ that hand over.
-_NOT_OF_A_CACHE = frozenset({"tokenizer", "chat_template", "sampling", "logits_processors"})
+_NOT_OF_A_CACHE = frozenset(
+    {
+        *("tokenizer", "chat_template", "sampling", "logits_processors", "stop_tokens"),
+        *(DEFAULT_MAX_TOKENS, MOST_TOKENS),
+    }
+)
 #: Of what a client wrote, in a message.
 MAX_SHOWN_CHARS = 80
 #: The role of a node that cannot do what nodes of a pool are for. The others fit, `kv_both` among them.
@@ -180,7 +185,8 @@ class UpstreamNode:
     def abilities(self) -> Abilities:
         """What the node can do with the beginning of an answer."""
         prober = self._prober
-        return Abilities(self.continues_answers, prober.vllm_max_model_len, prober.vllm_models)
+        default, most = (_count_in(prober.fields, name) for name in (DEFAULT_MAX_TOKENS, MOST_TOKENS))
+        return Abilities(self.continues_answers, prober.vllm_max_model_len, prober.vllm_models, default, most)
 
     def serves(self, model: object) -> bool:
         """Whether the node can answer a request for this model, as far as it is known. None is the node's own model."""
@@ -685,6 +691,11 @@ def _had_request(error: Exception) -> bool:
     return isinstance(
         error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | aiohttp.ClientPayloadError
     ) and not isinstance(error, aiohttp.ClientConnectorError)
+
+
+def _count_in(fields: Mapping[str, Any], name: str) -> int:
+    """Return a number that a node has described; 0 if there is none."""
+    return count if type(count := fields.get(name)) is int and count > 0 else 0
 
 
 def _any(node: UpstreamNode) -> bool:

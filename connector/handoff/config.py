@@ -36,8 +36,9 @@ class HandoffConfig:
         claim_timeout_s: From a claim, or the producer's last message about it, to the next message. A producer whose
             request still runs sends one at least three times in this period, so a claim waits while the producer lives.
         load_wait_s: A consumer holds a granted offer for this long without blocks to load it into.
-        progress_wait_s: A consumer that has blocks waits this long for the next part of an offer that is still being
-            computed. For its first part it waits longer, unless another load waits for blocks as long.
+        progress_wait_s: A consumer that has blocks waits this long for the producer's next message about an offer that is still
+            being computed: its next part, or that its request still runs. In a rendezvous it gives its blocks up after this
+            time if no part has come and another load has waited for blocks as long.
         read_timeout_s: Longest time for a read of one request's blocks.
         backoff_s: After a connection failed, its address is not tried for this long; doubled with each further failure.
         max_backoff_s: Longest backoff.

@@ -189,6 +189,9 @@ class ConsumerProtocol:
         match message:
             case Grant():
                 return self._granted(load, part, message, now)
+            case Parked() if part.grant is not None:
+                load.keep_waiting(part, now + self._config.progress_wait_s)
+                return []
             case Parked():
                 if self._should_yield(load, now):
                     self._yielded_at = now
@@ -418,7 +421,7 @@ class ConsumerProtocol:
         if not plans and load.is_taken:
             return self._end(load, Verdict("loaded"))
         # A rank that is not read in this round waits for those that are: their deadlines bound its wait.
-        load.wait_until(math.inf if plans else now + self._config.progress_wait_s)
+        load.wait_for_progress(math.inf if plans else now + self._config.progress_wait_s)
         return [action for plan in plans for action in self._start(load, plan, now)]
 
     def _plan_round(self, load: Load) -> list[RankPlan]:

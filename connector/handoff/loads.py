@@ -86,6 +86,11 @@ class Part:
     was_parked: bool = False
     is_owed_release: bool = True
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has all offered tokens ready."""
+        return self.grant is not None and self.grant.num_ready == self.grant.num_tokens
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -233,9 +238,18 @@ class Load:
         """Note that the transport no longer reads from a rank."""
         self._move(part, LoadState.GRANTED, math.inf)
 
-    def wait_until(self, deadline: float) -> None:
-        """Set the deadline of every part."""
+    def wait_for_progress(self, deadline: float) -> None:
+        """Wait until `deadline` for each rank that has not granted everything. The others have nothing left to say."""
         for part in self.parts:
+            part.deadline = math.inf if part.is_whole else deadline
+
+    def keep_waiting(self, part: Part, deadline: float) -> None:
+        """Note that a rank still computes. If its progress is waited for, it is waited for until `deadline`.
+
+        While the load waits for blocks of its own, or reads, another deadline counts, which the rank must not move.
+        """
+        waits = self.blocks is not None and self.is_granted and part.state is LoadState.GRANTED
+        if waits and part.deadline < math.inf:
             part.deadline = deadline
 
     def forgive(self, part: Part) -> None:
@@ -289,8 +303,7 @@ class Load:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all offered tokens ready."""
-        grants = [part.grant for part in self.parts]
-        return all(grant is not None and grant.num_ready == grant.num_tokens for grant in grants)
+        return all(part.is_whole for part in self.parts)
 
     @property
     def is_taken(self) -> bool:

@@ -245,9 +245,9 @@ class Grant:
 @_message("Parked")
 @dataclass(frozen=True)
 class Parked:
-    """Producer: I shall answer your claim when I make the offer. Repeated until then.
+    """Producer: I still compute what you claimed. Repeated until the whole prompt is offered.
 
-    I know the offer's request or, in a rendezvous, still wait for it.
+    Before a `Grant` it means that the offer is still to be made: I know its request or, in a rendezvous, still wait for it.
     """
 
     request_id: Text

@@ -21,8 +21,8 @@ from .messages import Claim, Grant, Progress, Release
 
 logger = logging.getLogger(__name__)
 
-#: How often a parked claim is answered within the time after which its consumer would give up. With three, an answer may be
-#: late, as from a busy host, and the next one still comes in time.
+#: How often a consumer hears that the request still runs, within the time after which it would give up. With three, a message
+#: may be late, as from a busy host, and the next one still comes in time.
 _ANSWERS_PER_CLAIM_TIMEOUT = 3
 
 
@@ -207,7 +207,7 @@ class Offer:
         request_id: This node's id of the request; empty while it is awaited.
         state: Where it is in the producer's table.
         grant: The grant that its claimants get; it has the guard, too. None before the offer is made.
-        deadline: When something is due: while announced, the next answer to parked claims; while idle or read, the
+        deadline: When something is due: until its request has finished, the next word to those that claimed; after that, the
             end of the lease; infinity if nothing is.
         claimants: The ranks that read it.
     """
@@ -236,6 +236,11 @@ class Offer:
     def is_made(self) -> bool:
         """Whether it is held under a guard: made, and not ended."""
         return self.state not in (OfferState.AWAITED, OfferState.ANNOUNCED, OfferState.ENDED)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its request has not finished, so that claimants wait for more than they were granted."""
+        return self.state in (OfferState.AWAITED, OfferState.ANNOUNCED, OfferState.OPEN)
 
     @property
     def known_as(self) -> str:
@@ -267,10 +272,10 @@ class Offer:
     def open(self, grant: Grant) -> None:
         """Make it while its prompt is still being computed.
 
-        No lease runs: a consumer that is alive cannot speed the prefill up, and the engine keeps the blocks anyway.
+        No lease runs: a consumer that is alive cannot speed the prefill up, and the engine keeps the blocks anyway. Claimants
+        are still told that the request runs: a chunk can take longer than they wait for a silent node.
         """
         self.grant = grant
-        self.deadline = math.inf
         self._go_to(OfferState.OPEN)
 
     def offer(self, grant: Grant, now: float, *, is_answer: bool = False) -> None:
@@ -316,7 +321,7 @@ class Offer:
         """
         if refusal := self.claimants.claim(peer, claim):
             return refusal
-        if self.state in (OfferState.AWAITED, OfferState.ANNOUNCED):
+        if self.is_unfinished:
             self.deadline = min(self.deadline, now + self._answer_interval_s)
         self.renew(now)
         return ""
@@ -344,7 +349,7 @@ class Offer:
             self.deadline = now + self._lease_s
 
     def next_answer(self, now: float) -> None:
-        """Note that the parked claims were answered just now."""
+        """Note that the claimants were told just now that the request still runs."""
         next_answer = now + self._answer_interval_s if self.claimants.peers else math.inf
         self.deadline = min(next_answer, self._awaited_until)
 

@@ -305,7 +305,7 @@ class ProducerProtocol:
         for offer in [offer for offer in self.offers if offer.deadline <= now]:
             if offer.is_unmet(now):
                 actions += self._give_up_waiting(offer)
-            elif not offer.is_made:
+            elif offer.is_unfinished:
                 parked = Parked(offer.known_as, offer.lease)
                 actions += self._send_to(offer.claimants.peers, parked)
                 offer.next_answer(now)

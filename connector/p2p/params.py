@@ -81,6 +81,8 @@ RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
 RELEASE_AS = "release_as"
 #: Key of the digest of what decides a node's answers, and of the fields that it was made from.
 IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
+#: Of these fields, a server's limits on an answer's tokens: where the request has none, and in any case. 0: none.
+DEFAULT_MAX_TOKENS, MOST_TOKENS = "default_max_tokens", "most_tokens"
 #: Key of the first token of an answer, after which a decode node is to continue.
 CONTINUES = "continues"
 #: Key of the name by which a running answer can be moved, inside `CONTINUES`, and of the request to move it.

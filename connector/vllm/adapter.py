@@ -20,6 +20,7 @@ from ..p2p.scheduler import HandoffScheduler
 from ..p2p.worker import HandoffWorker, new_epoch
 from .config import (
     answer_fields,
+    can_continue_answers,
     connector_options,
     engine_config,
     event_publisher,
@@ -295,6 +296,7 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
         can_meet=has_own_address,
         can_be_early=not is_zeroed,
         answer_fields=answer_fields(vllm_config),
+        can_continue=can_continue_answers(vllm_config),
         # Behind one address a router cannot know whose cache an event is about.
         publisher=event_publisher(vllm_config) if has_own_address else {},
     )

@@ -28,6 +28,7 @@ from ..kv_cache_specs import (
     UniformTypeKVCacheSpecs,
 )
 from ..p2p.options import ConnectorOptions
+from ..p2p.params import DEFAULT_MAX_TOKENS, MOST_TOKENS
 from .identity import model_name
 
 if TYPE_CHECKING:
@@ -238,13 +239,37 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
     }
 
 
-def answer_fields(vllm_config: Any) -> dict[str, str]:
+def answer_fields(vllm_config: Any) -> dict[str, str | int]:
     """Return what decides an answer but not the cache of its prompt: how a token is chosen if the request does not say it."""
     model = vllm_config.model_config
+    sampling = model.get_diff_sampling_param()
+    default = int(sampling.get("max_tokens") or 0)
+    # As vLLM's servers do it: the limit of a model's own file counts where a request has none, and one that the operator gives
+    # counts always.
+    overrides = getattr(model, "override_generation_config", None) or {}
+    is_from_operator = getattr(model, "generation_config", "auto") not in ("auto", "vllm")
+    most = default if is_from_operator else int(overrides.get("max_new_tokens") or 0)
+    # vLLM ends answers at these, although they are no sampling parameters.
+    generation: Mapping[str, Any] = getattr(model, "try_get_generation_config", dict)()
     return {
-        "sampling": json.dumps(model.get_diff_sampling_param(), sort_keys=True),
+        "sampling": json.dumps(sampling, sort_keys=True),
+        DEFAULT_MAX_TOKENS: default,
+        MOST_TOKENS: most,
+        "stop_tokens": json.dumps(generation.get("eos_token_id")),
         "logits_processors": str(getattr(model, "logits_processors", None) or ""),
     }
+
+
+def can_continue_answers(vllm_config: Any) -> bool:
+    """Whether another server can go on with an answer: the next token depends on nothing but the tokens so far.
+
+    The other server takes the answer so far for a part of the prompt. Its penalties do not count that, and nothing is known
+    of custom logits processors.
+    """
+    model = vllm_config.model_config
+    sampling = model.get_diff_sampling_param()
+    has_penalty = any(sampling.get(name) for name in ("presence_penalty", "frequency_penalty"))
+    return not has_penalty and not getattr(model, "logits_processors", None)
 
 
 def event_publisher(vllm_config: Any) -> dict[str, Any]:

@@ -136,6 +136,12 @@ def _configuration(model: Any, load: Any) -> str:
         "quantization": getattr(model, "quantization", None),
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
     }
+    # vLLM names an image by its bytes and the request's settings, but embeds it by the server's as well.
+    multimodal = getattr(model, "multimodal_config", None)
+    if processing := getattr(multimodal, "mm_processor_kwargs", None):
+        content["mm_processor_kwargs"] = dict(processing)
+    if (is_long := _uses_long_factors(model)) is not None:
+        content["long_rope"] = is_long
     # The file is better than vLLM's object, which contains the defaults of one version of transformers. But if a function
     # changes the object, only the object can be compared.
     if place is not None and (place / "config.json").is_file() and isinstance(overrides, Mapping):
@@ -145,6 +151,20 @@ def _configuration(model: Any, load: Any) -> str:
     else:
         content["name"] = model_name(model)
     return configuration_digest(content)
+
+
+def _uses_long_factors(model: Any) -> bool | None:
+    """Whether a model with two sets of rotary factors computes with the one for long prompts; None if it has one set.
+
+    vLLM chooses the set by `max_model_len`, for prompts of any length. So nodes with other limits can compute other keys.
+    """
+    config = getattr(model, "hf_text_config", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "longrope":
+        return None
+    name = "original_max_position_embeddings"
+    original: Any = rope.get(name) or getattr(config, name, 0)
+    return bool(model.max_model_len > original)
 
 
 def _tokenizer_folder(model: Any, load: Any) -> Path | None:

@@ -221,6 +221,7 @@ class SchedulerSide:
         can_be_early: Whether a prompt may be offered while it is computed. If vLLM zeroes blocks before it uses them, its
             second model runner zeroes those of a preempted request before we can end the request's open offer.
         answer_fields: What decides this node's answers, besides the fields of its worker halves.
+        can_continue: Whether this node's settings let another one go on with its answers.
         publisher: Where vLLM publishes its KV events; empty if it does not.
     """
 
@@ -233,13 +234,15 @@ class SchedulerSide:
         *,
         can_meet: bool = True,
         can_be_early: bool = True,
-        answer_fields: Mapping[str, str] = NO_FIELDS,
+        answer_fields: Mapping[str, str | int] = NO_FIELDS,
+        can_continue: bool = True,
         publisher: Mapping[str, Any] = NO_FIELDS,
     ) -> None:
         self._publisher = publisher
         self._can_meet = can_meet
         self._can_be_early = can_be_early
         self._answer_fields = answer_fields
+        self._can_continue = can_continue
         self._fields: Mapping[str, str | int] = NO_FIELDS  # of the worker halves; empty: not known now
         self._loaded_fields: Mapping[str, str | int] = NO_FIELDS
         self._start = ""
@@ -271,11 +274,11 @@ class SchedulerSide:
 
     @property
     def identity(self) -> str:
-        """Digest of what decides this node's answers now. Empty: it is not known.
+        """Digest of what decides this node's answers now. Empty: it is not known, or not enough to continue an answer.
 
         Then the node neither lets a router pass on the first token of an answer, nor continues after another node's.
         """
-        if not self._fields:
+        if not self._fields or not self._can_continue:
             return ""
         return answers_digest({**self._fields, **self._answer_fields}, of_one_start=self._start)
 

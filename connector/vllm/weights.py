@@ -57,7 +57,7 @@ class LoadedWeights:
         self._packed: dict[str, weakref.ref[Any]] | None = None
 
     def stamp(self, model: torch.nn.Module, *, is_loaded_anew: bool = False) -> str:
-        """Hash what the model's parameters and lasting buffers hold.
+        """Hash what the model's parameters and buffers hold, and the numbers by which its layers compute.
 
         Args:
             is_loaded_anew: All kernels of now have the weights of files.
@@ -80,6 +80,7 @@ class LoadedWeights:
                 f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.storage_offset()} {digest}"
                 for (name, tensor), digest in zip(tensors, digests, strict=True)
             ]
+        lines += [f"{name} {number!r}" for name, number in _numbers(model)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -99,11 +100,25 @@ def _can_be_watched(value: object) -> bool:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # Not `state_dict`, which leaves out buffers that are not persistent, such as the angles of rotary embeddings.
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        yield from _plain_tensors(name, value)
+
+
+def _numbers(model: torch.nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the numbers by which layers compute, such as the scales of attention: those of modules and of their attention kernels.
+
+    No tensor of several numbers: vLLM keeps caches and scratch memory in the same way, which change with each pass.
+    """
     import torch
 
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            yield from _plain_tensors(name, value)
+    for prefix, module in model.named_modules():
+        for owner, value in ((prefix, module), (f"{prefix}.impl", getattr(module, "impl", None))):
+            for name, number in sorted(getattr(value, "__dict__", {}).items()):
+                if isinstance(number, float):
+                    yield f"{owner}.{name}", number
+                elif isinstance(number, torch.Tensor) and number.dim() == 0 and number.device.type == "cpu":
+                    yield f"{owner}.{name}", number.item()
 
 
 def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

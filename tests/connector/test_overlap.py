@@ -208,8 +208,10 @@ def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(m
     assert producer.num_reports("p", "sending") == 1
 
 
-def test_the_wait_for_progress_is_bounded(make_node: MakeNode, tune: Callable[..., None]) -> None:
-    tune(progress_wait_s=0.2)
+def test_the_wait_for_a_producer_that_says_nothing_is_bounded(
+    make_node: MakeNode, tune: Callable[..., None]
+) -> None:
+    tune(progress_wait_s=0.2, claim_timeout_s=60.0)  # so that nothing is said in this time
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
     prefill.compute(8)

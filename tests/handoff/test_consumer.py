@@ -20,6 +20,7 @@ from kvferry.connector.handoff.events import (
     Send,
     StartRead,
 )
+from kvferry.connector.handoff.loads import Load
 from kvferry.connector.handoff.messages import (
     MAX_GROUP_BLOCKS,
     Claim,
@@ -356,9 +357,59 @@ def test_progress_during_a_read_is_read_after_it(consumer: ConsumerProtocol, wel
     assert isinstance(second, StartRead)
 
 
-def test_a_load_without_progress_ends(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+def test_a_load_whose_producer_is_silent_ends(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     waiting(consumer, welcome)
     assert isinstance(only_end(consumer.advance(31.0)).error, TransferTimeoutError)
+
+
+def test_a_chunk_may_take_long_while_its_producer_says_that_it_is_computed(
+    consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
+) -> None:
+    waiting(consumer, welcome)
+    now = 1.0
+    for _ in range(100):
+        now += config.progress_wait_s * 0.9
+        assert consumer.receive(PEER, Parked("theirs", 3), now) == []
+        sent = [action.message for action in consumer.advance(now) if isinstance(action, Send)]
+        assert all(isinstance(message, Heartbeat) for message in sent)
+    more = Progress("theirs", 3, num_ready=12, more_block_ids=((16,),))
+    assert isinstance(consumer.receive(PEER, more, now)[-1], StartRead)
+
+
+def test_a_rank_that_has_computed_everything_has_nothing_more_to_say() -> None:
+    load = Load("ours", replace(OFFER, addresses=("sim://whole", "sim://slow")))
+    for part, grant in zip(load.parts, (GRANT, EARLY), strict=True):
+        load.claim(part, 1.0)
+        load.accept(part, grant, 1.0)
+    load.fill(ALL, 0.0)
+    load.wait_for_progress(30.0)
+    load.keep_waiting(load.parts[1], 60.0)
+    load.keep_waiting(load.parts[0], 60.0)
+    assert [part.deadline for part in load.parts] == [math.inf, 60.0]
+
+
+def test_a_producer_that_still_computes_moves_no_other_deadline(
+    consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
+) -> None:
+    """The consumer has no blocks for the load; then a read does not end."""
+    claiming(consumer, welcome)
+    consumer.receive(PEER, EARLY, 0.0)
+    assert consumer.receive(PEER, Parked("theirs", 3), config.load_wait_s - 1) == []
+    (read,) = consumer.load("ours", ALL, config.load_wait_s - 1)
+    assert isinstance(read, StartRead)
+    lost_at = config.load_wait_s - 1 + 2 * config.read_timeout_s
+    consumer.receive(PEER, Parked("theirs", 3), lost_at - 1)
+    assert Disconnect(PEER) in consumer.advance(lost_at)
+
+
+def test_without_blocks_a_load_ends_though_its_producer_computes(
+    consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
+) -> None:
+    claiming(consumer, welcome)
+    consumer.receive(PEER, EARLY, 0.0)
+    consumer.receive(PEER, Parked("theirs", 3), config.load_wait_s - 1)
+    consumer.advance(config.load_wait_s)
+    assert isinstance(only_end(consumer.load("ours", ALL, config.load_wait_s)).error, TransferTimeoutError)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,26 @@ def test_an_early_claim_waits_for_as_long_as_its_request_is_known(
     assert announced.next_deadline() == now + config.lease_s
 
 
+@pytest.mark.parametrize("is_claimed_first", [True, False])
+def test_a_consumer_of_an_open_offer_is_told_that_its_chunk_is_being_computed(
+    announced: ProducerProtocol, config: HandoffConfig, is_claimed_first: bool
+) -> None:
+    if is_claimed_first:
+        parked(announced)
+    announced.open("r", 7, TABLES, 12, 4)
+    if not is_claimed_first:
+        assert announced.next_deadline() == math.inf
+        only(announced.receive(PEER, Claim("r", 7, **ONLY_RANK), now=0.0))
+    now = 0.0
+    while now < 3600.0:
+        due = announced.next_deadline()
+        assert due - now < config.claim_timeout_s / 2
+        now = due
+        assert announced.advance(now) == [Send(PEER, Parked("r", 7))]
+    announced.complete("r", TABLES, now)
+    assert announced.next_deadline() == now + config.lease_s
+
+
 def test_without_claims_an_announcement_costs_nothing(announced: ProducerProtocol) -> None:
     assert announced.next_deadline() == math.inf
     parked(announced)

@@ -24,6 +24,7 @@ from kvferry.connector.handoff.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Parked,
     Progress,
     Release,
     Revoke,
@@ -286,7 +287,7 @@ def test_claimants_are_told_which_blocks_become_ready(producer: ProducerProtocol
 def test_a_lease_runs_from_the_end_of_the_prompt(producer: ProducerProtocol) -> None:
     opened(producer)
     producer.receive(PEER, Heartbeat((1,)), now=5.0)
-    assert producer.next_deadline() == math.inf
+    assert producer.advance(90.0) == [Send(PEER, Parked("r", 1))]
     producer.complete("r", TABLES, now=100.0)
     assert producer.next_deadline() == 130.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -159,6 +159,33 @@ def test_a_chat_with_more_than_text_does_not_go_on(delta: dict[str, Any]) -> Non
     assert beginning.can_continue_at(VLLM)
     beginning.add((7,), event(chunk(None, [7], delta=delta)))
     assert not beginning.can_continue_at(VLLM)
+
+
+@pytest.mark.parametrize(
+    ("body", "limits", "most"),
+    [
+        ({**GREEDY, "max_tokens": 50}, {"vllm_most_tokens": 6}, 6),
+        ({**GREEDY, "max_tokens": 5}, {"vllm_most_tokens": 6}, 5),
+        ({**GREEDY, "max_tokens": 50}, {"vllm_default_max_tokens": 6}, 50),
+        (CHAT, {"vllm_default_max_tokens": 6}, 6),
+        (CHAT, {"vllm_default_max_tokens": 7, "vllm_most_tokens": 6}, 6),
+        ({**CHAT, "max_tokens": 8}, {"vllm_default_max_tokens": 6}, 8),
+    ],
+    ids=str,
+)
+def test_an_answer_that_moves_keeps_the_limits_of_its_server(
+    body: dict[str, Any], limits: dict[str, int], most: int
+) -> None:
+    """Each server begins to count anew, so the next one is asked for no more than what is left."""
+    is_chat = "messages" in body
+    head = {**chunk("", []), "prompt_token_ids": [1, 2, 3]}
+    first = head if is_chat else {"created": 5, "choices": [{"prompt_token_ids": [1, 2, 3], "text": ""}]}
+    server = replace(VLLM, **limits)
+    beginning = beginning_of(body, CHATS if is_chat else COMPLETIONS, server, event(first))
+    assert beginning is not None
+    beginning.add((7,), event(chunk("a", [7]) if is_chat else {"choices": [{"text": "a"}]}))
+    assert beginning.can_continue_at(server)
+    assert beginning.decode_body(body, None)["max_tokens"] == most - 1
 
 
 def test_a_chat_keeps_the_limit_that_the_client_gave() -> None:

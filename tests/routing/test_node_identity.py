@@ -150,6 +150,15 @@ async def test_another_models_first_token_is_not_passed_on(of_prefill: str, of_d
     assert asked["prompt"] == STREAM["prompt"]
 
 
+@pytest.mark.parametrize(("most_tokens", "text"), [(0, "t1rest"), (50, "t1rest"), (2, "whole")])
+async def test_a_first_token_is_not_passed_on_if_the_decode_servers_own_limit_would_begin_anew(
+    most_tokens: int, text: str
+) -> None:
+    prefill, decode = servers(place={"identity_fields": {"most_tokens": most_tokens}})
+    async with routed([prefill], [decode]) as client:
+        assert await text_of(client) == text
+
+
 async def test_a_server_that_has_another_model_since_it_was_asked_does_not_continue() -> None:
     prefill, decode = servers(identity="new", told="identity")
     async with routed([prefill], [decode]) as client:

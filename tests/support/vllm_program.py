@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import RequestStatus
 
@@ -31,7 +32,12 @@ class VllmHost:
     """A vLLM engine that takes orders."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
+        pages_of = settings.pop("pages_of", None)
+        config = EngineArgs(**settings).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if pages_of is not None:
+            # A CPU's platform sets the size of its kernel's blocks, of which vLLM's own blocks can have several.
+            config.cache_config.block_size = pages_of
+        self._engine: Any = LLMEngine.from_vllm_config(config)
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._begun: set[str] = set()
         self._adapters: dict[str, int] = {}  # by folder: vLLM's number
@@ -179,6 +185,7 @@ class VllmHost:
                 request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
             ),
             "num_groups": len(self._scheduler.kv_cache_config.kv_cache_groups),
+            "block_size": self._scheduler.block_size,
             "num_remembered": connector.num_remembered_requests,
         }
 
@@ -256,9 +263,11 @@ def _block_digests(worker: Any, blocks: list[int]) -> list[str]:
     return [sha256(cache[blocks].contiguous().numpy().tobytes()).hexdigest() for cache in caches]
 
 
-def _scale(worker: Any, parameter: str, factor: float) -> None:
-    """Multiply a parameter; vLLM runs this in a worker."""
-    worker.get_model().get_parameter(parameter).data.mul_(factor)
+def _scale(worker: Any, name: str, factor: float) -> None:
+    """Multiply a parameter or a buffer; vLLM runs this in a worker."""
+    model = worker.get_model()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors[name].data.mul_(factor)
 
 
 def _pack_anew(worker: Any, layer: str, factor: float) -> None:

@@ -114,6 +114,7 @@ class ReferenceHost:
             "num_requests": stats.num_waiting + stats.num_loading + stats.num_running + stats.num_offered,
             "num_loading": stats.num_loading,
             "num_groups": len(self._core.parts.kv_cache_config.kv_cache_groups),
+            "block_size": self._core.parts.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
             "num_remembered": self._core.parts.scheduler.handoffs._connector._scheduler.num_requests,
         }
 

@@ -39,6 +39,8 @@ from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, Transfe
 from kvferry.connector.vllm import KvferryConnector
 from kvferry.connector.vllm.adapter import _scheduler_side
 from kvferry.connector.vllm.config import (
+    answer_fields,
+    can_continue_answers,
     connector_options,
     draft_layers,
     engine_config,
@@ -605,11 +607,15 @@ class TestContinuing:
     FIELDS: ClassVar = {"weights": "w", "tokenizer": "t"}
 
     @staticmethod
-    def node(fields, epoch=5, answer_fields=None):
+    def node(fields, epoch=5, answer_fields=None, can_continue=True):
         config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), ATTENTION),))
         half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config)
         side = SchedulerSide(
-            half, SharedOffers(True), WindowBlocks({0: ATTENTION}), answer_fields=answer_fields or {}
+            half,
+            SharedOffers(True),
+            WindowBlocks({0: ATTENTION}),
+            answer_fields=answer_fields or {},
+            can_continue=can_continue,
         )
         side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", epoch, 0), fields)})
         return side
@@ -631,6 +637,46 @@ class TestContinuing:
         unknown = {**self.FIELDS, "tokenizer": ""}
         assert self.node(unknown).identity != self.node(unknown, epoch=6).identity
         assert _side().identity == ""
+
+    @pytest.mark.parametrize(
+        ("sampling", "more", "limits"),
+        [
+            ({}, {}, (0, 0)),
+            ({"max_tokens": 6}, {"generation_config": "auto"}, (6, 0)),
+            ({"max_tokens": 6}, {"override_generation_config": {"max_new_tokens": 6}}, (6, 6)),
+            ({"max_tokens": 6}, {"generation_config": "/a/folder"}, (6, 6)),
+        ],
+    )
+    def test_the_servers_own_limits_are_described(self, sampling, more, limits):
+        config = _vllm_config()
+        vars(config.model_config).update(more, get_diff_sampling_param=lambda: sampling)
+        fields = answer_fields(config)
+        assert (fields["default_max_tokens"], fields["most_tokens"]) == limits
+
+    def test_other_stop_tokens_of_a_generation_config_are_other_answers(self):
+        config = _vllm_config()
+        before = answer_fields(config)
+        config.model_config.try_get_generation_config = lambda: {"eos_token_id": [1, 2]}
+        assert answer_fields(config) != before
+
+    @pytest.mark.parametrize(
+        ("sampling", "processors", "can"),
+        [
+            ({"temperature": 0.5, "repetition_penalty": 1.1, "max_tokens": 6}, None, True),
+            ({"presence_penalty": 0.5}, None, False),
+            ({"frequency_penalty": -0.5}, None, False),
+            ({"presence_penalty": 0.0}, [], True),
+            ({}, ["a.Processor"], False),
+        ],
+    )
+    def test_a_server_whose_settings_look_at_the_answer_continues_none(self, sampling, processors, can):
+        config = _vllm_config()
+        vars(config.model_config).update(
+            logits_processors=processors, get_diff_sampling_param=lambda: sampling
+        )
+        assert can_continue_answers(config) is can
+        side = self.node(self.FIELDS, can_continue=can)
+        assert ("remote_identity" in self.asked(side, {"describe": True})) is can
 
     def test_a_question_and_each_offer_name_the_identity(self):
         side = self.node(self.FIELDS)

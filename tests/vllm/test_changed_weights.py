@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: A weight that the keys and values of a prompt's tokens depend on.
 WEIGHT = "model.layers.0.input_layernorm.weight"
+#: No parameter, and in no checkpoint: vLLM computes it from the configuration.
+ANGLES = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
 FACTOR = 4.0
 SEEDS = count(1)
 
@@ -41,9 +43,9 @@ def pair(pair: Pair) -> Iterator[Pair]:
         forget(node)
 
 
-def change(node: Node, factor: float = FACTOR) -> None:
+def change(node: Node, factor: float = FACTOR, tensor: str = WEIGHT) -> None:
     """Change the weights in memory, and do what vLLM's documentation asks for after that."""
-    node.order("scale", parameter=WEIGHT, factor=factor)
+    node.order("scale", parameter=tensor, factor=factor)
     forget(node)
 
 
@@ -68,23 +70,27 @@ def refused(pair: Pair, tokens: list[int], params: Answer | None = None) -> str:
     return load_failures(pair.decode)[-1]
 
 
-@pytest.mark.parametrize("changed", ["prefill", "decode"])
-def test_unlike_weights_are_refused_until_both_nodes_have_them(pair: Pair, prompt, changed: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "tensor"), [("prefill", WEIGHT), ("decode", WEIGHT), ("prefill", ANGLES)]
+)
+def test_unlike_weights_are_refused_until_both_nodes_have_them(
+    pair: Pair, prompt, changed: str, tensor: str
+) -> None:
     nodes = [pair.prefill, pair.decode]
     if changed == "decode":
         nodes.reverse()
-    change(nodes[0])
+    change(nodes[0], tensor=tensor)
     reason = refused(pair, prompt(100, next(SEEDS)))
     assert "weights" in reason
     assert "changed in memory to" in reason
-    change(nodes[1])
+    change(nodes[1], tensor=tensor)
     tokens = prompt(100, next(SEEDS))
     loads = pair.decode.order("figures")["num_loads"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_loads"] == loads + 1
     pair.assert_like_alone(tokens, answer)
     for node in nodes:
-        change(node, 1 / FACTOR)
+        change(node, 1 / FACTOR, tensor)
     tokens = prompt(100, next(SEEDS))
     answer = pair.hand_over(tokens)
     pair.assert_like_alone(tokens, answer)

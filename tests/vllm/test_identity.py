@@ -63,12 +63,26 @@ def test_one_scaled_tensor_makes_other_weights(folder: Path) -> None:
         {"quantization": "fp8"},
         {"hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}},
         {"disable_sliding_window": True},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_rescale": False})},
     ],
 )
 def test_settings_that_change_the_cache_are_in_the_configuration(
     tiny: Path, settings: dict[str, object]
 ) -> None:
     assert _differing(_parts(_config(tiny, **settings)), _parts(_config(tiny))) == {"configuration"}
+
+
+def test_a_limit_that_chooses_other_rotary_factors_is_in_the_configuration(tiny: Path) -> None:
+    """Other limits make no difference: vLLM has one set of factors for each."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    long, plain = SimpleNamespace(rope_parameters=rope), SimpleNamespace(rope_parameters={})
+
+    def parts(config: object, max_model_len: int) -> dict[str, str]:
+        return _parts(_config(tiny, hf_text_config=config, max_model_len=max_model_len))
+
+    assert _differing(parts(long, 128), parts(long, 129)) == {"configuration"}
+    assert parts(long, 129) == parts(long, 256)
+    assert parts(plain, 128) == parts(plain, 129) == _parts(_config(tiny))
 
 
 def test_the_file_is_in_the_configuration(folder: Path) -> None:

@@ -67,7 +67,7 @@ class TestOtherBlockSizes:
     @pytest.fixture(scope="class")
     @classmethod
     def nodes(cls, start_module_pair, latent_model):
-        sizes = {"prefill": {"block_size": 16}, "decode": {"block_size": 48}}
+        sizes = {"prefill": {"block_size": 16}, "decode": {"pages_of": 48}}
         return start_module_pair(**sizes, model=latent_model, attention_backend="CPU_MLA")
 
     @pytest.fixture(scope="class", params=[(16, 48), (48, 16)], ids=["small to large", "large to small"])
@@ -83,8 +83,7 @@ class TestOtherBlockSizes:
         answer = pair.hand_over([*tokens, alone["tokens"][0]])
         assert answer["tokens"] == alone["tokens"][1:]
         num_bytes = pair.decode.order("figures")["num_bytes"] - before
-        num_blocks = num_tokens // 16 + 1  # of the smaller blocks, whole
-        assert num_bytes == num_blocks * 16 * TOKEN_BYTES * NUM_LAYERS
+        assert num_bytes == (num_tokens + 1) * TOKEN_BYTES * NUM_LAYERS
 
 
 class TestUnlikeRanks:

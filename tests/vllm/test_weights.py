@@ -34,7 +34,10 @@ class Model(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 4, bias=False)
         self.linear.weight = torch.nn.Parameter(torch.randn(4, 4, generator=generator), requires_grad=False)
         self.register_buffer("correction", torch.ones(3))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("angles", torch.ones(3), persistent=False)
+        self.scale, self.scale_of_keys = 0.5, torch.tensor(1.0)
+        self.impl = SimpleNamespace(scale=0.5)
+        self.scratch = torch.zeros(3)
         self.packed = torch.nn.Module()
         self.packed.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self.packed.kernel = lambda x: x
@@ -54,6 +57,10 @@ CHANGES: dict[str, Callable[[Model], object]] = {
         model.linear, "weight", torch.nn.Parameter(model.linear.weight.clone().t())
     ),
     "a buffer": lambda model: model.correction.zero_(),
+    "a buffer that is in no checkpoint": lambda model: model.angles.mul_(1.01),
+    "a number of a layer": lambda model: setattr(model, "scale", 0.25),
+    "a number in a tensor of a layer": lambda model: model.scale_of_keys.mul_(2),
+    "a number of an attention kernel": lambda model: setattr(model.impl, "scale", 0.25),
     "one byte less": lambda model: setattr(model, "correction", torch.ones(2)),
 }
 

@@ -18,7 +18,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 #: Name → family, what its configuration has, the block size, and more settings of vLLM.
 MODELS = {
     "window 64, block 32": ("gemma3", {"sliding_window": 64}, 32, {}),
-    "window 72, block 16": ("gemma3", {"sliding_window": 72}, 16, {}),
+    "window 72, block 32": ("gemma3", {"sliding_window": 72}, 32, {}),
     "window 40, block 32": ("gemma2", {"sliding_window": 40, "tie_word_embeddings": True}, 32, {}),
     "window 56, block 32, other heads": ("gemma4", {"sliding_window": 56}, 32, {}),
     "chunk 64, block 32": ("llama4", {"attention_chunk_size": 64}, 32, {}),
