@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from contextlib import ExitStack
 
 import pytest
 import requests
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 30 * NUM_MOVES)]
 
 STOPPED, LOST = "kvferry_router_stopped_answers_total", "kvferry_router_moved_answers_total"
 TOKENS = "vllm:prompt_tokens_by_source_total"
-NUM_TOKENS = 250
+NUM_TOKENS, LIMIT = 250, 120
 TEXT = "A ferry that sinks leaves its cargo to the next one. " * 3
 USAGE = {"stream_options": {"include_usage": True}}
 MOVED, LOADS = "kvferry_router_moved_answers_total", "kvferry_load_seconds_count"
@@ -36,9 +37,10 @@ LETTERS = {"logit_bias": {str(token_id): 100 for token_id in range(64, 90)}}
 class Fleet:
     """A prefill server, two decode servers, and a router that learns of these by its admin endpoints."""
 
-    def __init__(self, launcher, model, key_file):
+    def __init__(self, launcher, model, key_file, *more):
+        arguments = (*ARGUMENTS, *more)
         names = ("prefill", "decode 1", "decode 2")
-        self.prefill, *self.decodes = [start_vllm(launcher, name, model, ARGUMENTS) for name in names]
+        self.prefill, *self.decodes = [start_vllm(launcher, name, model, arguments) for name in names]
         launcher.wait_ready([self.prefill, *self.decodes], START_S)
         key_file.write_text("sk-admin\n")
         key_file.chmod(0o600)
@@ -72,10 +74,27 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(model, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
+def start(model, tmp_path_factory):
+    """Start a fleet, with further arguments of its servers."""
+    with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
         environment.setenv("OMP_NUM_THREADS", "1")
-        yield Fleet(launcher, str(model), tmp_path_factory.mktemp("router") / "key")
+
+        def make(*more):
+            launcher = stack.enter_context(Launcher())
+            return Fleet(launcher, str(model), tmp_path_factory.mktemp("router") / "key", *more)
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def fleet(start):
+    return start()
+
+
+@pytest.fixture(scope="module")
+def limited(start):
+    """Servers that end each answer after some tokens."""
+    return start("--override-generation-config", json.dumps({"max_new_tokens": LIMIT}))
 
 
 def test_answers_of_a_server_that_is_removed_go_on_elsewhere_with_their_cache(fleet):
@@ -118,6 +137,16 @@ def test_answers_of_a_server_that_is_removed_go_on_elsewhere_with_their_cache(fl
     assert busy_of(fleet.router, fleet.decodes) is None
     for server in (fleet.prefill, *fleet.decodes):
         Server(server).assert_no_block_is_in_use()
+
+
+def test_the_limit_of_the_servers_holds_for_an_answer_that_moves(limited):
+    """Each server would begin to count anew."""
+    body = {**asked(1), **LETTERS}
+    expected = ask(Client(limited.prefill), body)
+    assert expected[2]["completion_tokens"] == LIMIT
+    at = lose_at(limited.router, limited.decodes, 70, limited.remove)
+    assert ask(limited.router, body, at) == expected
+    assert limited.num_moves() == (1, 0)
 
 
 def tokens_of(server):
