@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 #: Go writes three of its characters in another way than Python.
 PROMPT = "<A ferry> takes what others have packed & does not open the boxes. " * 3
 MAX_TOKENS = 8
+JSON = ("content-type", "application/json")
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,7 @@ def ask(
         "return_token_ids": True,
     }
     route = (PREFILL_HEADER, host_of(pair, prefill))
-    return sidecar.post(
-        "/v1/completions", body | fields, [("content-type", "application/json"), route, *headers]
-    )
+    return sidecar.post("/v1/completions", body | fields, [JSON, route, *headers])
 
 
 def test_the_sidecars_two_requests_are_a_handoff(sidecar: Sidecar, pair: Nodes) -> None:
@@ -77,7 +76,7 @@ def test_a_streamed_chat_is_a_handoff(sidecar: Sidecar, pair: Nodes) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer = sidecar.post("/v1/chat/completions", body, [(PREFILL_HEADER, host_of(pair, "p1"))])
+    answer = sidecar.post("/v1/chat/completions", body, [JSON, (PREFILL_HEADER, host_of(pair, "p1"))])
     assert (answer.status, answer.headers["x-kv-transfer"]) == (200, "loaded")
     # The sidecar writes the prefill node's `cached_tokens` into this object.
     assert answer.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
@@ -93,7 +92,7 @@ def test_the_id_of_the_client_is_the_id_on_both_nodes(sidecar: Sidecar, pair: No
 def test_a_request_without_a_prefill_node_is_computed_by_the_decode_node(
     sidecar: Sidecar, pair: Nodes
 ) -> None:
-    answer = sidecar.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}, [])
+    answer = sidecar.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}, [JSON])
     assert (answer.status, answer.headers["x-kv-transfer"]) == (200, "none")
 
 

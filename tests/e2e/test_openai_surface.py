@@ -24,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "lists of tokens, n": {"prompt": [TOKENS, TOKENS[::-1]], "n": 2, "temperature": 0.8, "seed": 3},
     "logprobs": {"prompt": "l: " + LONG, "logprobs": 2},
     "logprobs of the chosen one only": {"prompt": "z: " + LONG, "logprobs": 0},
-    "echo": {"prompt": [TOKENS, "e: " + LONG], "echo": True},
+    "echo": {"prompt": ["e: " + LONG, "f: " + LONG], "echo": True},
     "echo with logprobs": {"prompt": "el: " + LONG, "echo": True, "logprobs": 1},
     "as lm-eval asks": {"prompt": [TOKENS + [1], TOKENS[5:]], "echo": True, "logprobs": 1, "max_tokens": 1},
     "echo and nothing else": {"prompt": "0: " + LONG, "echo": True, "logprobs": 1, "max_tokens": 0},

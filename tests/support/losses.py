@@ -157,7 +157,7 @@ def learn(single: LaunchedProcess, path: str, body: Mapping[str, Any]) -> Questi
 def _has_near_tie(port: int, path: str, body: Mapping[str, Any]) -> bool:
     """Whether two tokens of a greedy answer are about as likely as each other somewhere."""
     scores = {"logprobs": True, "top_logprobs": 2} if "messages" in body else {"logprobs": 2}
-    asked = {**body, "stream": False, "stream_options": None, "return_tokens_as_token_ids": True, **scores}
+    asked = {**body, "stream": False, "stream_options": None, **scores}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     with closing(connection):
         connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
