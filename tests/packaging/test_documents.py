@@ -71,11 +71,14 @@ def test_the_page_about_upgrades_names_the_versions_of_today() -> None:
     assert f"(the field `protocol`) | {DESCRIPTION_VERSION} |" in page
 
 
-def test_the_changelog_has_one_line_per_change() -> None:
-    _, _, entries = (ROOT / "CHANGELOG.md").read_text().partition("## Unreleased\n")
-    for line in filter(None, entries.splitlines()):
-        assert line.startswith(("- ", "## ", "### ")), line
-        assert len(line) <= 160, line
+def test_the_changelog_says_in_sixty_lines_what_a_release_does() -> None:
+    _, *releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert releases
+    for heading, *lines in (release.splitlines() for release in releases):
+        assert len(lines) <= 60, heading
+        for line in filter(None, lines):
+            assert line.startswith(("- ", "### ")), line
+            assert len(line) <= 160, line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
