@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -298,6 +299,26 @@ class TestWritingAConnector:
         assert done.returncode == 0, done.stdout
         assert " passed" in done.stdout
         assert "skipped" not in done.stdout
+
+
+def test_the_results_of_faults_are_those_of_the_data() -> None:
+    """The page counts the worst stage of a bad cell; its own connectors share a column unless they differ."""
+    summary = json.loads((ROOT / "docs" / "data" / "prove-results.json").read_text())["summary"]
+    names, *table = (
+        [cell.strip(" *") for cell in line.split("|")[1:-1]]
+        for line in _page("prove-results").splitlines()
+        if re.match(r"\| (fault|[a-z-]+) \|", line)
+    )
+    assert [row[0] for row in table] == list(summary["shm"])
+    for fault, ours, *others in table:
+        for name, cell in zip(names[2:], others, strict=True):
+            run = re.sub(r" \(n = \d+\)", "", summary[name][fault])
+            assert cell == run.replace("not tried", "–") or all(bad in run for bad in cell.split(", ")), (
+                name,
+                fault,
+            )
+        for own in ("shm", "tcp", "zeromq", "ucx", "kvferry-nixl"):
+            assert re.sub(r" \(n = \d+\)", "", summary[own][fault]) in re.split(r"; `\w+`: ", ours)
 
 
 def test_each_file_of_the_reading_guide_begins_with_what_must_never_break() -> None:
