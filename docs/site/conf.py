@@ -22,7 +22,7 @@ REPOSITORY = PROJECT["urls"]["Repository"].rstrip("/")
 #: The pages by topic, in the order in which the site shows them. A page that does not exist is left out, and one that
 #: is not named here comes last, under "More".
 NAVIGATION = {
-    "Start": ["getting-started", "choosing-a-transport", "vllm", "benchmarks"],
+    "Start": ["getting-started", "transports", "vllm", "benchmarks"],
     "Deploy": ["sizing", "behind-a-router", "router", "kubernetes", "systemd", "llm-d", "dynamo"],
     "Operate": [
         "operations",
@@ -36,11 +36,6 @@ NAVIGATION = {
         "prove-results",
         "command",
         "cuda",
-        "shm",
-        "tcp",
-        "zeromq",
-        "ucx",
-        "nixl",
     ],
     "Migrate": ["from-nixlconnector", "from-lmcache"],
     "Reference": ["reference/configuration", "reference/command-line"],

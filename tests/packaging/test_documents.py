@@ -134,7 +134,7 @@ def test_the_design_and_the_page_to_choose_from_have_every_transport() -> None:
     described = re.findall(r"^\* \*\*(\w+)\*\* —", _page("design"), flags=re.MULTILINE)
     assert sorted(described) == sorted(BUILT_IN)
     (table,) = re.findall(
-        r"^\| connector \|.*?\n\n", _page("choosing-a-transport"), flags=re.MULTILINE | re.DOTALL
+        r"^\| connector \|.*?\n\n", _page("transports"), flags=re.MULTILINE | re.DOTALL
     )
     offered = {name.strip("`") for name in _first_cells(table)}
     assert offered == set(BUILT_IN) - {"inproc"}
