@@ -23,7 +23,7 @@ REPOSITORY = PROJECT["urls"]["Repository"].rstrip("/")
 #: is not named here comes last, under "More".
 NAVIGATION = {
     "Start": ["getting-started", "transports", "vllm", "benchmarks"],
-    "Deploy": ["sizing", "behind-a-router", "router", "kubernetes", "systemd", "llm-d", "dynamo"],
+    "Deploy": ["sizing", "behind-a-router", "router", "kubernetes", "systemd"],
     "Operate": [
         "operations",
         "upgrades",
@@ -37,7 +37,7 @@ NAVIGATION = {
         "command",
         "cuda",
     ],
-    "Migrate": ["from-nixlconnector", "from-lmcache"],
+    "Migrate": ["migrating"],
     "Reference": ["reference/configuration", "reference/command-line"],
     "Extend": ["writing-a-connector", "connector-contract", "writing-a-transport", "coverage"],
     "Design": ["design", "reading-guide", "for-reviewers", "releasing"],
