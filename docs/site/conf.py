@@ -23,7 +23,7 @@ REPOSITORY = PROJECT["urls"]["Repository"].rstrip("/")
 #: is not named here comes last, under "More".
 NAVIGATION = {
     "Start": ["getting-started", "transports", "vllm", "benchmarks"],
-    "Deploy": ["sizing", "behind-a-router", "router", "kubernetes", "systemd"],
+    "Deploy": ["sizing", "behind-a-router", "router", "deploying"],
     "Operate": [
         "operations",
         "upgrades",
