@@ -240,8 +240,8 @@ def test_tables_of_options_have_options_that_exist_and_their_defaults() -> None:
 
 
 def test_documents_name_only_metrics_that_exist() -> None:
-    """`docs/metrics.md` has them all, and is written from the code."""
-    known = set(re.findall(r"`(kvferry_\w+)`", _page("metrics")))
+    """`docs/observing.md` has them all, and is written from the code."""
+    known = set(re.findall(r"`(kvferry_\w+)`", _page("observing")))
     for document in DOCUMENTS:
         named = set(re.findall(r"`(kvferry_[a-z_]+)[`{]", document.read_text()))
         unknown = {name for name in named if re.sub(r"_(bucket|sum|count)$", "", name) not in known} - known
