@@ -39,7 +39,7 @@ NAVIGATION = {
     "Migrate": ["migrating"],
     "Reference": ["reference/configuration", "reference/command-line"],
     "Extend": ["writing-a-connector", "connector-contract", "writing-a-transport"],
-    "Design": ["design", "for-reviewers", "releasing"],
+    "Design": ["design", "router-design", "for-reviewers", "releasing"],
 }
 
 #: Pages that the navigation shows below another one: the beginning of their names, by that page.
