@@ -54,9 +54,16 @@ def test_the_readmes_python_runs(tmp_path: Path) -> None:
 
 def test_the_readmes_figures_are_those_of_the_benchmarks() -> None:
     figures = set(re.findall(r"(\d\.\d\d) ×", README.replace("**", "")))
-    assert len(figures) >= 10
+    assert len(figures) >= 8
     benchmarks = re.findall(r"\d\.\d\d", (ROOT / "docs" / "benchmarks.md").read_text())
     assert figures <= set(benchmarks)
+
+
+def test_documents_stay_short_enough_to_be_read() -> None:
+    assert len(README.splitlines()) <= 130
+    assert len(_page("benchmarks").splitlines()) <= 250
+    apart = {ROOT / "docs" / "decisions", ROOT / "docs" / "reference"}
+    assert sum(page.parent not in apart for page in (ROOT / "docs").rglob("*.md")) <= 45
 
 
 def test_the_page_about_upgrades_names_the_versions_of_today() -> None:
