@@ -26,6 +26,7 @@ NAVIGATION = {
     "Deploy": ["sizing", "behind-a-router", "router", "deploying"],
     "Operate": [
         "operations",
+        "troubleshooting",
         "upgrades",
         "security",
         "observing",
