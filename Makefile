@@ -282,7 +282,7 @@ docs-links: build/docs-venv ## check the documentation's links to other hosts (n
 	build/docs-venv/bin/sphinx-build -q -b linkcheck -d build/site-doctrees -c docs/site docs build/links
 
 .PHONY: docs-reference
-docs-reference: $(READY) ## write docs/reference, and the tables of docs/metrics.md, from the code
+docs-reference: $(READY) ## write docs/reference, and the tables of docs/observing.md, from the code
 	$(BIN)/python docs/site/reference.py
 	KVFERRY_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/examples/test_metrics.py -k docs
 

@@ -7,7 +7,7 @@
 
 Ray's decode replica chooses a prefill replica, and asks a backend what to send to it and to its own engine. Ray's default backend
 would do, one after the other. This one asks both at once, in a rendezvous (docs/design.md), as soon as a prefill replica has
-answered once: only its answer says where its engine can be reached. docs/ray.md says more.
+answered once: only its answer says where its engine can be reached. docs/behind-a-router.md says more.
 
 It is written against Ray 2.60, whose interface for backends is not public.
 """

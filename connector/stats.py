@@ -5,7 +5,7 @@ A worker half keeps a `StatsCollector`, adds one `TransferRecord` to it per load
 `HandoffMetrics`, which exports them.
 
 To add a metric, add a row to `METRICS` here and measure it where it happens: count it under its key in `COUNTERS`, or
-fill a field of `TransferRecord`. Hosts and `docs/metrics.md` take names, types, labels and meanings from the table.
+fill a field of `TransferRecord`. Hosts and `docs/observing.md` take names, types, labels and meanings from the table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python examples/ray_serve_pair.py --demo --device cpu
 
 It starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names, and serves OpenAI's API until it is stopped. With
-`--demo` it also deploys one engine without kvferry, asks both the same, shows that they answer the same, and ends. docs/ray.md says
+`--demo` it also deploys one engine without kvferry, asks both the same, shows that they answer the same, and ends. docs/behind-a-router.md says
 what to install and what works.
 """
 

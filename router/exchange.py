@@ -2,7 +2,7 @@
 
 Events come in as calls of `Exchange`, and each returns the actions that follow, in their order; `performance` does them and
 reports what comes of it. There is no I/O, clock or task here, so that a simulator can try every order of answers, losses and
-leaving clients. `docs/router.md` has the table of states.
+leaving clients. `docs/router-design.md` has the table of states.
 
 What must never break: the client gets each byte of one answer, once and in order, and one end. Each offer that was opened is
 settled once, and released unless a decode node has it. After the end no node is asked for anything.
@@ -62,7 +62,7 @@ _REPORTS = (b'"metrics"', b'"usage"', b'"error"')
 
 
 class State(enum.Enum):
-    """What is under way. `docs/router.md` has the table of changes."""
+    """What is under way. `docs/router-design.md` has the table of changes."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"

@@ -3,7 +3,7 @@
 Comes in: what each node has to do, what it has taken for that so far, and how much of the prompt it has cached. Goes out: one
 node for the prompt, one for the answer, and the estimates behind the choice. Pure: the caller tells the time.
 
-The arithmetic is in `docs/router.md`. What must never break: an estimate may be wrong, but never infinite or negative, so that no
+The arithmetic is in `docs/router-design.md`. What must never break: an estimate may be wrong, but never infinite or negative, so that no
 node is shut out for ever by what it has once shown; and a decision takes two passes over the nodes and a few pairs.
 """
 

@@ -1,6 +1,6 @@
 """Which way a request goes: whether both nodes are asked at once, and which node chooses the first token of its answer.
 
-All of this is decided in one table. `docs/router.md` has the same one. Pure: no clock, no socket.
+All of this is decided in one table. `docs/router-design.md` has the same one. Pure: no clock, no socket.
 """
 
 from __future__ import annotations

@@ -22,30 +22,25 @@ REPOSITORY = PROJECT["urls"]["Repository"].rstrip("/")
 #: The pages by topic, in the order in which the site shows them. A page that does not exist is left out, and one that
 #: is not named here comes last, under "More".
 NAVIGATION = {
-    "Start": ["getting-started", "choosing-a-transport", "vllm", "benchmarks"],
-    "Deploy": ["sizing", "behind-a-router", "router", "kubernetes", "systemd", "llm-d", "dynamo"],
+    "Start": ["getting-started", "transports", "vllm", "benchmarks"],
+    "Deploy": ["sizing", "behind-a-router", "router", "deploying"],
     "Operate": [
         "operations",
+        "troubleshooting",
         "upgrades",
         "security",
-        "metrics",
-        "tracing",
+        "observing",
         "openai-api",
         "reliability",
         "prove",
         "prove-results",
         "command",
         "cuda",
-        "shm",
-        "tcp",
-        "zeromq",
-        "ucx",
-        "nixl",
     ],
-    "Migrate": ["from-nixlconnector", "from-lmcache"],
+    "Migrate": ["migrating"],
     "Reference": ["reference/configuration", "reference/command-line"],
-    "Extend": ["embedding", "writing-a-connector", "connector-contract", "writing-a-transport", "coverage"],
-    "Design": ["design", "reading-guide", "for-reviewers", "releasing"],
+    "Extend": ["embedding", "writing-a-connector", "connector-contract", "writing-a-transport"],
+    "Design": ["design", "router-design", "for-reviewers", "releasing"],
 }
 
 #: Pages that the navigation shows below another one: the beginning of their names, by that page.

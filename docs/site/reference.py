@@ -1,6 +1,6 @@
 """Writes the reference pages from the code: options of connectors and transports, and the command line.
 
-    python docs/site/reference.py            # write docs/reference/*.md, and parts of other pages
+    python docs/site/reference.py            # write docs/reference/*.md
     python docs/site/reference.py --check    # exit with 1 if a page is not what it would write
 
 The pages are kept in the repository, because they are read there as well. A test makes sure that they are up to date.
@@ -208,42 +208,10 @@ def _metavar(action: argparse.Action) -> str:
 PAGES: Final = {"configuration.md": configuration, "command-line.md": command_line}
 
 
-# -- parts of pages that people write ----------------------------------------------------------------
-
-
-def refused() -> str:
-    """Return the table of what is refused inside vLLM, which `docs/vllm.md` has."""
-    (found,) = re.findall(
-        r"^### Refused\n.*?(^\|.*?)\n\n",
-        (FOLDER.parent / "vllm.md").read_text(),
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    return str(found)
-
-
-#: What stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` in a page.
-PARTS: Final = {"refused": refused}
-
-#: The pages with such parts.
-WITH_PARTS: Final = ("from-nixlconnector.md",)
-
-
-def with_parts(text: str) -> str:
-    """Return a page with the parts that it should have."""
-
-    def part(match: re.Match[str]) -> str:
-        return f"{match[1]}\n\n{PARTS[match[2]]()}\n\n{match[3]}"
-
-    return re.sub(r"(<!-- begin: (\w+) -->)\n.*?(<!-- end: \2 -->)", part, text, flags=re.DOTALL)
-
-
 def written() -> Iterator[tuple[Path, str]]:
-    """Yield each page that the code writes, or writes a part of, with the text that it should have."""
+    """Yield each page that the code writes, with the text that it should have."""
     for name, make in PAGES.items():
         yield FOLDER / name, make()
-    for name in WITH_PARTS:
-        path = FOLDER.parent / name
-        yield path, with_parts(path.read_text())
 
 
 def main() -> int:

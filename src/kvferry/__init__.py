@@ -4,4 +4,4 @@
 """
 
 #: The version of the distribution. `pyproject.toml` reads it here.
-__version__ = "0.2.0.dev0"
+__version__ = "0.1.0.dev0"

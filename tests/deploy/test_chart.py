@@ -317,7 +317,7 @@ def test_scaling_uses_metrics_that_the_adapter_rules_make() -> None:
             for metric in scaler["spec"]["metrics"]:
                 if metric["type"] == "Pods":
                     assert metric["pods"]["metric"]["name"] in made
-    documented = (ROOT / "docs" / "metrics.md").read_text()
+    documented = (ROOT / "docs" / "observing.md").read_text()
     for series in made.values():
         assert series.startswith("vllm:") or f"`{series}`" in documented or series in METRICS
 

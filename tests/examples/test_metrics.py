@@ -1,4 +1,4 @@
-"""Metrics: declared once, the same for every host, named by Prometheus' conventions, and listed in `docs/metrics.md`."""
+"""Metrics: declared once, the same for every host, named by Prometheus' conventions, and listed in `docs/observing.md`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.nodes import UpstreamNode
 from tests.support.metrics_page import assert_promtool_is_content, declared, with_rows
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "observing.md"
 RECORD = TransferRecord("a", "shm", "mapped", "uniform", 5, 1, 9, 4096, 0.25)
 
 
@@ -75,4 +75,4 @@ def test_the_page_in_docs_is_what_the_code_declares(node_page: str, router_page:
     if "KVFERRY_WRITE_DOCS" in os.environ:
         DOCS.write_text(expected)
     else:
-        assert written.splitlines() == expected.splitlines(), "docs/metrics.md: run `make docs-reference`"
+        assert written.splitlines() == expected.splitlines(), "docs/observing.md: run `make docs-reference`"

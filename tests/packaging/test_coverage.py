@@ -1,4 +1,4 @@
-"""`docs/coverage.md` says where each known name is and which tests show it; these tests check that it is right."""
+"""`coverage.md` says where each known name is and which tests show it; these tests check that it is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NewType
 from kvferry.connector import testing
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = Path(__file__).with_name("coverage.md")
 
 #: The names that engine authors know: name → its first arguments, or None if only the name counts.
 KNOWN: dict[str, dict[str, tuple[str, ...] | None]] = {

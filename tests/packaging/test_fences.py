@@ -400,7 +400,7 @@ def check_dockerfile(text: str) -> None:
 
 
 def check_promql(text: str) -> None:
-    known = (ROOT / "docs" / "metrics.md").read_text()
+    known = (ROOT / "docs" / "observing.md").read_text()
     for name in re.findall(r"kvferry_\w+", text):
         assert f"`{re.sub(r'_(bucket|sum|count)$', '', name)}`" in known, name
 

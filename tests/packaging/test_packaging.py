@@ -51,10 +51,15 @@ def test_a_package_is_linked_where_tools_look_for_it(package: str) -> None:
     assert (ROOT / "src" / "kvferry" / package).resolve() == PACKAGES[package]
 
 
-def test_the_version_is_the_newest_release_of_the_changelog() -> None:
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    """A release has a date there. What is not released yet is a `.dev` version, and is marked so."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    newest = re.findall(r"^## (\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d$", changelog, flags=re.MULTILINE)[0]
-    assert kvferry.__version__ == newest or ".dev" in kvferry.__version__
+    newest, status = re.findall(r"^## (\d+\.\d+\.\d+) (.+)$", changelog, flags=re.MULTILINE)[0]
+    if status == "(unreleased)":
+        assert kvferry.__version__ == f"{newest}.dev0"
+    else:
+        assert re.fullmatch(r"- \d{4}-\d\d-\d\d", status)
+        assert kvferry.__version__ == newest
 
 
 def test_the_entry_points_are_those_of_the_table_of_built_in_transports() -> None:

@@ -42,7 +42,7 @@ def test_the_navigation_has_every_page_once() -> None:
 @pytest.mark.parametrize(
     ("link", "changed"),
     [
-        ("[a](tcp.md#x)", "[a](tcp.md#x)"),
+        ("[a](vllm.md#x)", "[a](vllm.md#x)"),
         ("[a](#x)", "[a](#x)"),
         ("[a](https://semver.org)", "[a](https://semver.org)"),
         ("![a](handoff.svg)", "![a](handoff.svg)"),

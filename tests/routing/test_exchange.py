@@ -19,7 +19,7 @@ from kvferry.web.sse import DONE, Event
 from tests.support.exchange_simulator import Node, PromiseBrokenError, Token, Told, explore
 from tests.support.fake_nodes import PLACE
 
-ROUTER_DOC = Path(__file__).parents[2] / "docs" / "router.md"
+ROUTER_DOC = Path(__file__).parents[2] / "docs" / "router-design.md"
 NUM_SCHEDULES = 100_000
 
 

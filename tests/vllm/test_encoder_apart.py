@@ -157,7 +157,7 @@ def test_the_figures_of_an_encoder_are_on_the_servers_metrics_page():
         "kvferry_encoder_failed_items_total": 3,
         "kvferry_encoder_pool_usage": 0.25,
     }
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
     assert all(f"* `{name}`: {metric.text}\n" in page for name, metric in exported.items())
 
 

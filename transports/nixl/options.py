@@ -16,7 +16,7 @@ SCHEME = "nixl"
 #: What to do if NIXL finds no route to a peer.
 REMEDY = (
     "give both nodes an RDMA device or one host, or change tls, net_devices or backends of either; "
-    "refuse_tcp=false allows TCP, whose risk docs/nixl.md describes"
+    "refuse_tcp=false allows TCP, whose risk docs/transports.md describes"
 )
 
 

@@ -3,7 +3,7 @@
 {{- $transport := .Values.transport -}}
 {{- $network := include "kvferry.network" . -}}
 {{- if and (eq .Values.engine "vllm") (not .Values.vllm.image) -}}
-  {{- fail "vllm.image is empty: engine 'vllm' needs an image with vLLM and kvferry; docs/kubernetes.md has its Dockerfile" -}}
+  {{- fail "vllm.image is empty: engine 'vllm' needs an image with vLLM and kvferry; docs/deploying.md has its Dockerfile" -}}
 {{- end -}}
 {{- if and (eq $transport.name "shm") (eq .Values.topology "separate") (not $transport.socketHostPath) -}}
   {{- fail "transport.name 'shm' connects no pods: set topology 'pod', or transport.socketHostPath for pods of one host" -}}
