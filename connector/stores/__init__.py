@@ -3,5 +3,5 @@
 They share no code, although they could: a store that is copied must not need the other one.
 
 `block_store` loads and saves asynchronously, block by block; `layer_store` synchronously, layer by layer. The guide
-`docs/writing-a-connector.md` builds on them, and `kvferry.connector.testing.bugs` has them with planted bugs.
+`docs/writing-a-connector.md` builds on them.
 """

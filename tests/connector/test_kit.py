@@ -14,10 +14,11 @@ import pytest
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p import worker
-from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, HandoffConformance, bugs
+from kvferry.connector.testing import BrokenPromiseError, ConnectorConformance, HandoffConformance
 from kvferry.connector.testing.harness import node_maker
 from kvferry.connector.testing.loads import SEPARATE
 from kvferry.transports.testing.leaks import Leaks
+from tests.support import connector_bugs as bugs
 from tests.support.handoff_simulator import planted as simulated
 
 
@@ -210,7 +211,7 @@ def run(bug: Bug, folder: Path) -> None:
     """Run one test of the suite on a connector with a planted bug."""
     transfer = {
         "kv_connector": f"BrokenBy{bug.name}",
-        "kv_connector_module_path": "kvferry.connector.testing.bugs",
+        "kv_connector_module_path": bugs.__name__,
         "kv_connector_extra_config": {"folder": str(folder)},
     }
     test = getattr(ConnectorConformance(), bug.test)
@@ -258,7 +259,7 @@ class TestStoreOfSeveralRanks(ConnectorConformance):
     def transfer(self, tmp_path: Path) -> Mapping[str, Any]:
         return {
             "kv_connector": "Ranks",
-            "kv_connector_module_path": "kvferry.connector.testing.bugs",
+            "kv_connector_module_path": bugs.__name__,
             "kv_connector_extra_config": {"folder": str(tmp_path)},
         }
 

@@ -1,17 +1,4 @@
-"""Connectors with exactly one thing broken, for authors of suites: `BUGS` says which promise each breaks.
-
-A suite that is worth its name fails for each of them, and passes for `Blocks`, `Layers` and `Ranks`:
-
-    @pytest.mark.parametrize("bug", bugs.BUGS)
-    def test_my_suite_notices(bug, tmp_path):
-        connector = KVTransferConfig(
-            f"BrokenBy{bug}",
-            "kv_both",
-            kv_connector_module_path="kvferry.connector.testing.bugs",
-            kv_connector_extra_config={"folder": str(tmp_path)},
-        )
-        with pytest.raises(AssertionError):
-            my_suite(connector)
+"""Connectors with exactly one thing broken: `BUGS` says which promise of the conformance suite each breaks.
 
 `Blocks` is the asynchronous store of `kvferry.connector.stores`, `Layers` the one that loads and saves layer by layer, and
 `Ranks` that one for nodes of several ranks. A bug is a class of its own scheduler half or worker half, or a connector if it
@@ -29,19 +16,19 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from .. import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
-from ..config import ParallelConfig
-from ..identity.content import block_digests
-from ..stores import block_store, layer_store
-from ..stores.block_store import (
+from kvferry.connector import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
+from kvferry.connector.config import ParallelConfig
+from kvferry.connector.identity.content import block_digests
+from kvferry.connector.stores import block_store, layer_store
+from kvferry.connector.stores.block_store import (
     BlockStoreConnector,
     BlockStoreScheduler,
     BlockStoreWorker,
     Copies,
 )
-from ..stores.layer_store import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
-from .loads import Item
-from .shapes import Request
+from kvferry.connector.stores.layer_store import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
+from kvferry.connector.testing.loads import Item
+from kvferry.connector.testing.shapes import Request
 
 Tables = Sequence[Sequence[int]]
 
