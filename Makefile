@@ -47,8 +47,6 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 		--timeout 15 --retries 2 --extra-index-url $(TORCH_INDEX) torch
 	@echo "2 of 3: downloading other packages, and compiling kvferry"
-	@# Python prefers a file with its own version in its name, which an earlier kvferry compiled, to today's.
-	rm -f transports/_native.cpython-*.so
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
 		-e '.[examples,metrics,ucx,dev]'
 	@echo "3 of 3: downloading the demo's model (90 MB)"

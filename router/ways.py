@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..connector.handoff.messages import RENDEZVOUS_VERSION
 from ..connector.p2p.params import draw_offer_name, prefill_chunk_of, rendezvous_params
 from .beginnings import Abilities, is_possible, is_stitchable
 from .exchange import Offer
@@ -126,8 +125,8 @@ TABLE = (
         None,
     ),
     Row(
-        "the decode node cannot claim by a name",
-        lambda f: f.decode is None or f.decode.protocol < RENDEZVOUS_VERSION,
+        "the decode node does not say that it speaks kvferry's protocol",
+        lambda f: f.decode is None or not f.decode.protocol,
         *(Way.IN_TURN, None),
     ),
     Row(

@@ -29,7 +29,6 @@ from .checked import printable
 from .endpoint import Backend, C, Peer, PeerEndpoint, PeerState, PeerTable
 from .errors import (
     BackpressureError,
-    ChecksumError,
     KVTransferError,
     PeerLostError,
     PeerRefusedError,
@@ -169,14 +168,6 @@ def encode_frame(kind: int, body: bytes, *, has_sum: bool = True) -> bytes:
     return frame + sum_of(frame)
 
 
-#: Checks the version in the body of a hello, given with its kind; other frames have none.
-VersionCheck = Callable[[int, bytes], object]
-
-
-def any_version(kind: int, body: bytes) -> None:
-    """Check nothing: a protocol that has had one version only."""
-
-
 def require_length(limits: Mapping[int, int], kind: int, num_bytes: int, *, has_sum: bool = True) -> None:
     """Check the head of a frame, before its body is awaited: a peer must not be able to make us buffer any number of bytes.
 
@@ -187,20 +178,14 @@ def require_length(limits: Mapping[int, int], kind: int, num_bytes: int, *, has_
         raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
 
 
-def open_frame(frame: bytes, require_version: VersionCheck) -> bytes:
+def open_frame(frame: bytes) -> bytes:
     """Return the body of a whole frame with a sum.
 
     Raises:
         ChecksumError: it was changed on its way.
-        VersionMismatchError: it is a hello of another version, whose frames may have no sums.
     """
-    body = frame[_HEAD.size : -SUM_BYTES]
-    try:
-        require_sum(frame[:-SUM_BYTES], frame[-SUM_BYTES:])
-    except ChecksumError:
-        require_version(frame[_HEAD.size - 1], frame[_HEAD.size :])
-        raise
-    return body
+    require_sum(frame[:-SUM_BYTES], frame[-SUM_BYTES:])
+    return frame[_HEAD.size : -SUM_BYTES]
 
 
 def decode_frame(decoders: Mapping[int, Callable[[bytes], T]], kind: int, body: bytes) -> T:
@@ -219,7 +204,10 @@ def decode_frame(decoders: Mapping[int, Callable[[bytes], T]], kind: int, body: 
 
 
 def encode_preface(magic: bytes, version: int) -> bytes:
-    """Return how a hello begins: the magic, and the version as u32. Every version can read as much of every other."""
+    """Return how a hello begins: the magic, and the version as u32.
+
+    Every version can read as much of every other, so the frame of a hello, and its sum, are the same in all of them.
+    """
     return magic + _VERSION.pack(version)
 
 
@@ -244,12 +232,12 @@ class FrameReader:
 
     Args:
         limits: Largest body in bytes, by kind of frame. Other kinds are refused.
-        require_version: See `open_frame`. None if the frames have no sums.
+        has_sums: Whether the frames have sums.
     """
 
-    def __init__(self, limits: Mapping[int, int], require_version: VersionCheck | None = any_version) -> None:
+    def __init__(self, limits: Mapping[int, int], *, has_sums: bool = True) -> None:
         self._limits = limits
-        self._require_version = require_version
+        self._has_sums = has_sums
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
@@ -257,23 +245,19 @@ class FrameReader:
 
         Raises:
             ProtocolError: see `require_length`.
-            ChecksumError, VersionMismatchError: see `open_frame`.
+            ChecksumError: see `open_frame`.
         """
-        has_sums = self._require_version is not None
         self._buffer += data
         frames = []
         at = 0
         while len(self._buffer) - at >= _HEAD.size:
             num_bytes, kind = _HEAD.unpack_from(self._buffer, at)
-            require_length(self._limits, kind, num_bytes, has_sum=has_sums)
+            require_length(self._limits, kind, num_bytes, has_sum=self._has_sums)
             end = at + _HEAD.size + num_bytes
             if len(self._buffer) < end:
                 break
             frame = bytes(self._buffer[at:end])
-            if self._require_version is None:
-                frames.append((kind, frame[_HEAD.size :]))
-            else:
-                frames.append((kind, open_frame(frame, self._require_version)))
+            frames.append((kind, open_frame(frame) if self._has_sums else frame[_HEAD.size :]))
             at = end
         del self._buffer[:at]
         return frames
@@ -291,7 +275,7 @@ class FrameSocket:
     """One connection to a peer, over which frames go both ways.
 
     Args:
-        limits, require_version: See `FrameReader`.
+        limits, has_sums: See `FrameReader`.
         max_queued_bytes: Unsent bytes above which messages are refused.
 
     Attributes:
@@ -306,13 +290,14 @@ class FrameSocket:
         sock: socket.socket,
         limits: Mapping[int, int],
         max_queued_bytes: int,
-        require_version: VersionCheck | None = any_version,
+        *,
+        has_sums: bool = True,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._max_queued_bytes = max_queued_bytes
-        self._has_sums = require_version is not None
-        self._reader = FrameReader(limits, require_version)
+        self._has_sums = has_sums
+        self._reader = FrameReader(limits, has_sums=has_sums)
         self._unsent = bytearray()
         self._is_writable = True
         self._reason = "the peer closed the connection"

@@ -26,7 +26,6 @@ from .config import HandoffConfig
 from .events import Action, Identity, LoadEnded, LocalBlocks, OfferCompleted, RemoteOffer, StartRead
 from .loads import Load, Loads, LoadState, Part, Verdict
 from .messages import (
-    RENDEZVOUS_VERSION,
     Claim,
     Deny,
     Grant,
@@ -336,14 +335,6 @@ class ConsumerProtocol:
                     f"{part.address} is not the node that made the offer, or it was restarted"
                 )
                 return actions + self._end(load, Verdict("failed", error))
-            if load.offer.is_rendezvous and session.version < RENDEZVOUS_VERSION:
-                unmet = RendezvousError(
-                    f"{part.address} speaks version {session.version} of the handoff protocol, which has no rendezvous; "
-                    "upgrade its node, or start the router with --rendezvous off"
-                )
-                for each in load.parts:
-                    load.forgive(each)  # it knows nothing that could be released
-                return actions + self._end(load, Verdict("failed", unmet))
             load.claim(part, now + self._config.claim_timeout_s)
             session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
             actions.append(self._claim(load.offer, session, load.traceparent))

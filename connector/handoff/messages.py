@@ -27,13 +27,9 @@ from ...transports.base import MAX_MESSAGE_BYTES
 from ...transports.checked import Record, Refused, each, integer, integers, mapping, refuse, text
 from ...transports.errors import ProtocolError, VersionMismatchError
 
-#: The newest version of the protocol, and the oldest one that this node still speaks.
+#: The newest version of the protocol, and the oldest one that this node speaks. There is one version so far.
 PROTOCOL_VERSION: Final = 7
-OLDEST_VERSION: Final = 6
-#: The version since which the layout of a `Welcome` may have slots that move together.
-GRAIN_VERSION: Final = 7
-#: The version since which a claim may come before the request that it is about.
-RENDEZVOUS_VERSION: Final = 7
+OLDEST_VERSION: Final = 7
 SPOKEN_VERSIONS: Final = range(OLDEST_VERSION, PROTOCOL_VERSION + 1)
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
@@ -172,7 +168,7 @@ class Hello:
     engine_id: Text
     epoch: Epoch
     digest: Text
-    release: Annotated[Text, Since(7)] = ""
+    release: Text = ""
 
 
 @_message("Welcome")
@@ -193,7 +189,7 @@ class Welcome:
     digest: Text
     fields: Annotated[Mapping[str, str | int], _compatibility_fields]
     layout: Annotated[Mapping[str, object], _plain_map]
-    release: Annotated[Text, Since(7)] = ""
+    release: Text = ""
 
 
 @_message("Claim")
@@ -213,8 +209,8 @@ class Claim:
     lease: Lease
     rank: Rank
     num_ranks: NumRanks
-    traceparent: Annotated[str, _traceparent_or_nothing, Since(7)] = ""
-    rendezvous: Annotated[bool, Since(7)] = False
+    traceparent: Annotated[str, _traceparent_or_nothing] = ""
+    rendezvous: bool = False
 
 
 @_message("Grant")
@@ -239,7 +235,7 @@ class Grant:
     num_ready: Annotated[int, integer(0, _MAX_INT32)]
     block_ids: BlockTables
     content: Text = ""
-    guard_value: Annotated[int, integer(0, MAX_LEASE), Since(7)] = 0
+    guard_value: Annotated[int, integer(0, MAX_LEASE)] = 0
 
 
 @_message("Parked")

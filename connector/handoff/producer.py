@@ -29,7 +29,6 @@ from .events import (
     SetGuard,
 )
 from .messages import (
-    GRAIN_VERSION,
     Claim,
     ConsumerMessage,
     Deny,
@@ -482,7 +481,7 @@ class ProducerProtocol:
         offer = self._offers.get(message.lease)
         if offer is None or offer.known_as != message.request_id:
             return None
-        # A peer of an earlier version cannot read what a rendezvous grants.
+        # A consumer that claims without the mark does not expect what a rendezvous grants.
         return offer if not offer.name or not isinstance(message, Claim) or message.rendezvous else None
 
     def _end_if_done(self, offer: Offer, why_not: str) -> list[Action]:
@@ -526,10 +525,7 @@ class ProducerProtocol:
         return [ClearGuard(index), OfferEnded(offer.request_id, outcome, reason)]
 
     def _answer_hello(self, peer_id: int, version: int) -> list[Action]:
-        welcome = replace(self._welcome, version=version)
-        if version < GRAIN_VERSION:
-            welcome = replace(welcome, layout=self.layout.to_plain(with_grain=False))
-        return [Send(peer_id, welcome, version)]
+        return [Send(peer_id, replace(self._welcome, version=version), version)]
 
     def _send_to(self, peers: Iterable[int], message: ProducerMessage) -> list[Action]:
         return [Send(peer_id, message, self._peers[peer_id].version) for peer_id in peers]

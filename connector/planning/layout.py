@@ -114,13 +114,8 @@ class LayerLayout:
         """Bytes of one page."""
         return sum(num_bytes for _, num_bytes in self.fragments)
 
-    def to_plain(self, *, with_grain: bool = True) -> dict[str, object]:
-        """Return maps, tuples, strings and integers, for a peer.
-
-        Args:
-            with_grain: Whether the peer knows `SlotArray.grain`. If not, pages that need it count as opaque.
-        """
-        slots = self.slots if with_grain or self.slots is None or self.slots.grain == 1 else None
+    def to_plain(self) -> dict[str, object]:
+        """Return maps, tuples, strings and integers, for a peer."""
         return {
             "name": self.name,
             "group_index": self.group_index,
@@ -130,7 +125,7 @@ class LayerLayout:
             "fragments": self.fragments,
             "block_size": self.block_size,
             "shard": self.shard.to_plain(),
-            "slots": slots.to_plain() if slots is not None else {},
+            "slots": self.slots.to_plain() if self.slots is not None else {},
         }
 
     def end(self, num_blocks: int) -> int:
@@ -175,12 +170,12 @@ class KVLayout:
         sizes = {layer.group_index: layer.block_size for layer in self.layers}
         return tuple(sizes.get(group, 1) for group in range(self.num_groups))
 
-    def to_plain(self, *, with_grain: bool = True) -> dict[str, object]:
-        """Return maps, tuples, strings and integers, for a `Welcome`; see `LayerLayout.to_plain`."""
+    def to_plain(self) -> dict[str, object]:
+        """Return maps, tuples, strings and integers, for a `Welcome`."""
         return {
             "num_blocks": self.num_blocks,
             "pool_bytes": self.pool_bytes,
-            "layers": tuple(layer.to_plain(with_grain=with_grain) for layer in self.layers),
+            "layers": tuple(layer.to_plain() for layer in self.layers),
         }
 
     @classmethod

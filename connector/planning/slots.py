@@ -106,16 +106,13 @@ class SlotArray:
         )
 
     def to_plain(self) -> dict[str, object]:
-        """Return a map of strings and integers, for a peer. A grain of 1 is left out, as peers before `grain` sent it."""
-        plain = asdict(self)
-        if self.grain == 1:
-            del plain["grain"]
-        return plain
+        """Return a map of strings and integers, for a peer."""
+        return asdict(self)
 
     @staticmethod
     def from_plain(plain: Mapping[object, object]) -> SlotArray:
         """Read what `to_plain` returns. Raises Refused: it is malformed."""
-        return record(SlotArray).read({"grain": 1, **plain})  # type: ignore[no-any-return]
+        return record(SlotArray).read(plain)  # type: ignore[no-any-return]
 
 
 def slot_array_of_view(

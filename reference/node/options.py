@@ -90,14 +90,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "most tokens per step, which is also the size of a prefill chunk (default: %(default)s)",
     },
 }
-#: Former names of options, which still work. `kv-cache-layout` was one of three options called a layout.
-_FORMER_NAMES: Mapping[str, Sequence[str]] = {"page-order": ("kv-cache-layout",)}
 
 
 def add_option(group: argparse._ArgumentGroup, name: str, *, prefix: str = "", **changes: Any) -> None:
     """Add `--name`, or `--{prefix}name`, as a node has it, with `changes` to its declaration."""
-    names = [name, *_FORMER_NAMES.get(name, ())]
-    group.add_argument(*(f"--{prefix}{name}" for name in names), **{**_OPTIONS[name], **changes})
+    group.add_argument(f"--{prefix}{name}", **{**_OPTIONS[name], **changes})
 
 
 def words_of(options: argparse.Namespace, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:

@@ -128,13 +128,6 @@ def test_the_file_gives_defaults_to_a_program_also_for_repeated_options(
     ]
 
 
-def test_an_option_with_two_names_and_one_with_a_negation_have_their_first_name_in_the_file() -> None:
-    for name, value in (("page-order", "HND"),):
-        parser = make_parser(with_options=("demo",))
-        config_file.apply({"demo": {name: value}}, commands_of(parser), "demo")
-        assert getattr(parser.parse_args(["demo"]), name.replace("-", "_")) == value
-
-
 def test_a_program_whose_packages_are_missing_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,11 +50,6 @@ def test_each_role_has_its_own_default_port(words: list[str], port: int) -> None
     assert parse_arguments(words).port == port
 
 
-def test_a_former_name_of_an_option_still_works() -> None:
-    for name in ("--page-order", "--kv-cache-layout"):
-        assert parse_arguments([name, "HND"]).settings.page_order == "HND"
-
-
 def test_readme_and_help_agree_on_the_default_ports() -> None:
     readme = (ROOT / "README.md").read_text()
     for role, port in (("prefill", 8100), ("decode", 8200)):

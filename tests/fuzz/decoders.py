@@ -50,12 +50,6 @@ class Decoder:
     whose: str
 
 
-def _handoff(data: bytes) -> object:
-    # Of each version that peers may speak: the first byte chooses.
-    spoken = messages.SPOKEN_VERSIONS
-    return messages.decode(data[1:], spoken[data[0] % len(spoken)]) if data else None
-
-
 def _framed(decode: Callable[[int, bytes], object]) -> Callable[[bytes], object]:
     """For transports with frames of a kind and a body. The sums of frames are checked before."""
     return lambda data: decode(data[0], data[1:]) if data else None
@@ -105,7 +99,7 @@ def _configuration(data: bytes) -> object:
 
 #: Name → what reads bytes of a stranger.
 DECODERS: Mapping[str, Decoder] = {
-    "handoff": Decoder(_handoff, (KVTransferError,), "another node: messages of the handoff protocol"),
+    "handoff": Decoder(messages.decode, (KVTransferError,), "another node: messages of the handoff protocol"),
     "shm": Decoder(shm.decode_hello, (KVTransferError,), "another process of this user"),
     "tcp": Decoder(_framed(tcp.decode), (KVTransferError,), "another node: frames of tcp"),
     "ucx": Decoder(_framed(ucx.decode), (KVTransferError,), "another node: frames of ucx"),

@@ -171,6 +171,7 @@ SLOTS: dict[str, Any] = {
     "slot_stride": 4,
     "part_stride": 16,
     "head_stride": 0,
+    "grain": 1,
 }
 
 

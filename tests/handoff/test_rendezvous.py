@@ -121,7 +121,6 @@ def test_both_parts_of_a_name_must_fit(producer: ProducerProtocol) -> None:
 
 
 def test_a_claim_without_the_mark_of_a_rendezvous_gets_nothing(producer: ProducerProtocol) -> None:
-    """So does a peer of version 6, which has no such mark and could not read the grant."""
     plain = replace(CLAIM, rendezvous=False)
     assert denials(producer.receive(PEER, plain, now=0.0))
     producer.announce("r", LEASE, NAME, now=0.0)
@@ -201,13 +200,3 @@ def test_two_requests_that_do_not_meet_are_a_typed_error(
     (ended,) = consumer.receive(PEER, Deny(NAME, LEASE, "the offer was not made"), 1.0)
     assert isinstance(ended, LoadEnded)
     assert isinstance(ended.error, RendezvousError)
-
-
-def test_a_producer_of_version_6_has_no_rendezvous(consumer: ConsumerProtocol, welcome: Welcome) -> None:
-    claiming(consumer, replace(welcome, version=6, release=""))  # our Hello is repeated in its version
-    actions = consumer.receive(PEER, replace(welcome, version=6, release=""), 0.0)
-    assert not [action for action in actions if isinstance(action, Send)]
-    (ended,) = consumer.load("ours", BLOCKS, 0.0)
-    assert isinstance(ended, LoadEnded)
-    assert isinstance(ended.error, RendezvousError)
-    assert "version 6" in str(ended.error)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgpack
 import pytest
 
+from kvferry.connector.handoff import messages
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import (
@@ -22,7 +23,6 @@ from kvferry.connector.handoff.events import (
     StartRead,
 )
 from kvferry.connector.handoff.messages import (
-    OLDEST_VERSION,
     PROTOCOL_VERSION,
     SPOKEN_VERSIONS,
     Claim,
@@ -30,19 +30,20 @@ from kvferry.connector.handoff.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Lease,
     Message,
     Parked,
     Progress,
     Release,
     Revoke,
+    Since,
     Welcome,
     decode,
     encode,
 )
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.planning.layout import KVLayout
-from kvferry.connector.planning.slots import SlotArray
+from kvferry.transports.checked import integer
 from kvferry.transports.errors import KVTransferError, ProtocolError, VersionMismatchError
 from tests.support.ranks import ONLY_RANK
 
@@ -50,20 +51,23 @@ ADDRESS, PEER = "sim://there", 1
 OFFER = RemoteOffer("there", 22, "theirs", 3, (ADDRESS,), 12, ((4, 5, 6),))
 BLOCKS = (GroupBlocks(0, (1, 2, 3)),)
 
-#: The fields of version 6, which release 0.1.0 speaks, and those that later versions added.
-FIELDS_OF_6: dict[str, tuple[Message, set[str]]] = {
-    "Hello": (Hello(6, "d", 1, "x", "0.2"), {"version", "engine_id", "epoch", "digest"}),
+#: Of each message, the fields of version 7.
+FIELDS: dict[str, tuple[Message, set[str]]] = {
+    "Hello": (Hello(7, "d", 1, "x", "0.2"), {"version", "engine_id", "epoch", "digest", "release"}),
     "Welcome": (
-        Welcome(6, "p", 1, "x", {}, {}, "0.2"),
-        {"version", "engine_id", "epoch", "digest", "fields", "layout"},
+        Welcome(7, "p", 1, "x", {}, {}, "0.2"),
+        {"version", "engine_id", "epoch", "digest", "fields", "layout", "release"},
     ),
     "Claim": (
         Claim("r", 1, **ONLY_RANK, traceparent=f"00-{'5' * 32}-{'6' * 16}-01"),
-        {"request_id", "lease", "rank", "num_ranks"},
+        {"request_id", "lease", "rank", "num_ranks", "traceparent", "rendezvous"},
     ),
     "Grant": (
         Grant("r", 1, guard_index=0, num_tokens=4, num_ready=4, block_ids=((1,),), content="c"),
-        {"request_id", "lease", "guard_index", "num_tokens", "num_ready", "block_ids", "content"},
+        {
+            *("request_id", "lease", "guard_index", "num_tokens", "num_ready", "block_ids"),
+            *("content", "guard_value"),
+        },
     ),
     "Parked": (Parked("r", 1), {"request_id", "lease"}),
     "Progress": (
@@ -78,12 +82,15 @@ FIELDS_OF_6: dict[str, tuple[Message, set[str]]] = {
     ),
     "Revoke": (Revoke("r", 1, "over"), {"request_id", "lease", "reason"}),
 }
-ADDED_BY_7 = {
-    "Hello": {"release"},
-    "Welcome": {"release"},
-    "Claim": {"traceparent", "rendezvous"},
-    "Grant": {"guard_value"},
-}
+NEXT = PROTOCOL_VERSION + 1
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A message with a field that the next version would add."""
+
+    lease: Lease
+    num_tokens: Annotated[int, integer(0, 100), Since(NEXT)] = 0
 
 
 class Sides:
@@ -124,26 +131,45 @@ class Sides:
         return ended.error
 
 
-@pytest.mark.parametrize("tag", FIELDS_OF_6)
+@pytest.mark.parametrize("tag", FIELDS)
 def test_the_fields_of_a_version_never_change(tag: str) -> None:
-    """A field that is added needs the next version, a `Since` and a line in `ADDED_BY_…`; one that is removed, more."""
-    message, fields_of_6 = FIELDS_OF_6[tag]
-    fields_of_7 = fields_of_6 | ADDED_BY_7.get(tag, set())
-    for version, names in ((6, fields_of_6), (7, fields_of_7)):
-        assert set(msgpack.unpackb(encode(message, version))[1]) == names
-    if tag not in ADDED_BY_7:
-        assert decode(encode(message, 6), 6) == message
+    """A field that is added needs the next version and a `Since`; one that is removed, a new `OLDEST_VERSION`."""
+    message, names = FIELDS[tag]
+    assert set(msgpack.unpackb(encode(message))[1]) == names
+    assert decode(encode(message)) == message
+
+
+@pytest.fixture
+def hint(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The messages have a made-up one more, and what it is packed to."""
+    monkeypatch.setattr(messages, "_FORMS", dict(messages._FORMS))
+    monkeypatch.setattr(messages, "_TAGS", dict(messages._TAGS))
+    messages._message("Hint")(Hint)
+    return Hint(1, num_tokens=5)
+
+
+def test_a_field_travels_only_between_nodes_that_both_know_it(hint: Any) -> None:
+    assert decode(encode(hint, NEXT), NEXT) == hint
+    assert encode(hint, PROTOCOL_VERSION) == packed("Hint", lease=1)
+    assert decode(packed("Hint", lease=1), PROTOCOL_VERSION) == replace(hint, num_tokens=0)
+
+
+def test_a_field_of_a_later_version_is_refused_from_a_peer_that_speaks_an_earlier_one(hint: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"Hint\.num_tokens is unknown"):
+        decode(encode(hint, NEXT), PROTOCOL_VERSION)
+    with pytest.raises(ProtocolError, match=r"Hint\.num_tokens is missing"):
+        decode(encode(hint, PROTOCOL_VERSION), NEXT)
 
 
 @pytest.mark.parametrize(
     ("consumer", "producer", "spoken"),
     [
-        (range(6, 8), range(6, 8), 7),
-        (range(6, 8), range(6, 7), 6),
-        (range(6, 7), range(6, 8), 6),
-        (range(6, 8), range(7, 9), 7),
-        (range(7, 9), range(6, 8), 7),
-        (range(5, 10), range(6, 7), 6),
+        (range(7, 9), range(7, 9), 8),
+        (range(7, 9), range(7, 8), 7),
+        (range(7, 8), range(7, 9), 7),
+        (range(7, 9), range(8, 10), 8),
+        (range(8, 10), range(7, 9), 8),
+        (range(6, 11), range(7, 8), 7),
     ],
     ids=str,
 )
@@ -159,36 +185,20 @@ def test_neighbours_speak_the_newest_version_that_both_know(
     assert sides.producer.producer.num_offers == 0
 
 
-@pytest.mark.parametrize(("version", "has_slots"), [(6, False), (7, True)])
-def test_slots_that_move_together_are_described_only_to_a_version_that_knows_them(
-    identity: Identity, config: HandoffConfig, version: int, has_slots: bool
-) -> None:
-    slots = SlotArray("u1", 1, 64, 4, 64, 0, 0, 64, grain=4)
-    layers = tuple(replace(layer, block_size=4, slots=slots) for layer in identity.layout.layers[:1])
-    packing = replace(identity, layout=replace(identity.layout, pool_bytes=1 << 20, layers=layers))
-    producer = ProducerProtocol(packing, config, 2)
-    producer.peer_connected(PEER, 0.0)
-    (sent,) = producer.answer_hello(PEER, version)
-    assert isinstance(sent, Send)
-    assert isinstance(sent.message, Welcome)
-    (layer,) = KVLayout.from_plain(sent.message.layout).layers
-    assert layer.slots == (slots if has_slots else None)
-
-
 @pytest.mark.parametrize(
     ("consumer", "producer", "text"),
     [
         (
-            range(6, 8),
+            SPOKEN_VERSIONS,
             range(9, 11),
-            "protocol version differs: local 6 to 7, remote 9 (kvferry '9.9'); upgrade this node first",
+            "protocol version differs: local 7, remote 9 (kvferry '9.9'); upgrade this node first",
         ),
         (
             range(9, 11),
             range(7, 9),
             "differs: local 9 to 10, remote 8 (kvferry '9.9'); upgrade the peer first",
         ),
-        (range(8, 9), range(6, 7), "differs: local 8, remote 6; upgrade the peer first"),
+        (SPOKEN_VERSIONS, range(6, 7), "differs: local 7, remote 6 (kvferry '9.9'); upgrade the peer first"),
     ],
     ids=str,
 )
@@ -210,75 +220,23 @@ def packed(tag: str, **fields: Any) -> bytes:
     return bytes(msgpack.packb([tag, fields]))
 
 
-class TestRelease010:
-    """The release that knows version 6 only. Its messages are written out here."""
-
-    def test_it_loads_from_us(self, identity: Identity, config: HandoffConfig) -> None:
-        node = NodeProtocol(ProducerProtocol(identity, config, 2), ConsumerProtocol(identity, config))
-        node.producer.offer("r", 3, ((4, 5, 6),), 12, 0.0, "c")
-        node.peer_connected(PEER, incoming=True, now=0.0)
-        hello = packed("Hello", version=6, engine_id="old", epoch=1, digest=identity.digest)
-        answers = [
-            *node.message_received(PEER, hello, 0.0),
-            *node.message_received(PEER, packed("Claim", request_id="r", lease=3, rank=0, num_ranks=1), 0.0),
-        ]
-        for answer, tag in zip(answers, ("Welcome", "Grant"), strict=True):
-            assert isinstance(answer, Send)
-            got, fields = msgpack.unpackb(encode(answer.message, answer.version))
-            assert (got, set(fields)) == (tag, FIELDS_OF_6[tag][1])
-            assert fields.get("version", 6) == 6
-
-    def test_we_load_from_it(self, identity: Identity, config: HandoffConfig) -> None:
-        """It refuses our first hello by answering with its version, and waits for another one."""
-        node = NodeProtocol(ProducerProtocol(identity, config, 2), ConsumerProtocol(identity, config))
-        node.consumer.claim("ours", OFFER, 0.0)
-        node.consumer.connecting(ADDRESS, PEER, 0.0)
-        welcome = packed(
-            "Welcome",
-            version=6,
-            engine_id="there",
-            epoch=22,
-            digest=identity.digest,
-            fields=identity.fields,
-            layout=identity.layout.to_plain(),
-        )
-        sent = [
-            *node.peer_connected(PEER, incoming=False, now=0.0),
-            *node.message_received(PEER, welcome, 0.0),
-            *node.message_received(PEER, welcome, 0.0),
-        ]
-        wire = [
-            msgpack.unpackb(encode(send.message, send.version)) for send in sent if isinstance(send, Send)
-        ]
-        assert [tag for tag, _ in wire] == ["Hello", "Hello", "Claim"]
-        assert [fields.get("version") for _, fields in wire] == [PROTOCOL_VERSION, 6, None]
-        for tag, fields in wire[1:]:
-            assert set(fields) == FIELDS_OF_6[tag][1]
-
-
-def test_a_field_of_a_later_version_is_refused_from_a_peer_that_speaks_an_earlier_one() -> None:
-    later = msgpack.unpackb(encode(Hello(7, "d", 1, "x", "0.2")))[1]
-    with pytest.raises(ProtocolError, match=r"Hello\.release is unknown"):
-        decode(packed("Hello", **later | {"version": 6}))
-
-
 def test_a_producer_must_not_raise_the_version(identity: Identity, config: HandoffConfig) -> None:
     """Otherwise two nodes could exchange hellos for ever."""
-    sides = Sides(identity, config, SPOKEN_VERSIONS, range(OLDEST_VERSION, OLDEST_VERSION + 1))
-    node = NodeProtocol(ProducerProtocol(identity, config, 2), ConsumerProtocol(identity, config))
+    here = replace(identity, spoken=range(PROTOCOL_VERSION, NEXT + 1))
+    node = NodeProtocol(ProducerProtocol(here, config, 2), ConsumerProtocol(here, config))
     node.consumer.claim("ours", OFFER, 0.0)
     node.consumer.connecting(ADDRESS, PEER, 0.0)
     node.peer_connected(PEER, incoming=False, now=0.0)
-    old = sides.wire[1]
-    (hello,) = node.message_received(PEER, old, 0.0)
+    welcome = Welcome(
+        PROTOCOL_VERSION, "there", 22, identity.digest, identity.fields, identity.layout.to_plain()
+    )
+    (hello,) = node.message_received(PEER, encode(welcome), 0.0)
     assert isinstance(hello, Send)
     assert isinstance(hello.message, Hello)
-    welcome = decode(old)
-    assert isinstance(welcome, Welcome)
-    node.message_received(PEER, encode(replace(welcome, version=PROTOCOL_VERSION)), 0.0)
+    node.message_received(PEER, encode(replace(welcome, version=NEXT)), 0.0)
     (ended,) = node.consumer.load("ours", BLOCKS, 0.0)
     assert isinstance(ended, LoadEnded)
-    assert "it has version 7, our Hello had 6" in str(ended.error)
+    assert f"it has version {NEXT}, our Hello had {PROTOCOL_VERSION}" in str(ended.error)
 
 
 def test_other_rules_for_describing_a_model_are_a_version_too(

@@ -466,7 +466,7 @@ LONG = {"prompt": "p" * 100, "stream": True, "temperature": 0}
         ({"prefill": FakeNode(place={})}, Way.IN_TURN, Chooser.PREFILL),
         ({"prefill": FakeNode(num_at_once=8)}, Way.IN_TURN, Chooser.PREFILL),
         ({"prefill": None}, Way.IN_TURN, Chooser.PREFILL),
-        ({"decode": FakeNode(protocol=6)}, Way.IN_TURN, Chooser.PREFILL),
+        ({"decode": FakeNode(protocol=0)}, Way.IN_TURN, Chooser.PREFILL),
         ({"decode": None}, Way.IN_TURN, Chooser.PREFILL),
     ],
 )

@@ -127,7 +127,7 @@ async def test_each_request_has_a_name_of_its_own() -> None:
         pytest.param(
             Fake({**PARAMS, "rendezvous_supported": None}), Fake(), {}, {}, id="prefill node cannot"
         ),
-        pytest.param(Fake(PARAMS), Fake(protocol=6), {}, {}, id="decode node cannot"),
+        pytest.param(Fake(PARAMS), Fake(protocol=0), {}, {}, id="decode node cannot"),
         pytest.param(Fake(PARAMS), Fake(), {"rendezvous": False}, {}, id="switched off"),
         pytest.param(Fake(PARAMS), Fake(), {}, {"echo": True}, id="echo"),
     ],

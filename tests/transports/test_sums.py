@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.transports import Connected, Guard, PeerLost
-from kvferry.transports.errors import ChecksumError, KVTransferError, VersionMismatchError
+from kvferry.transports import Guard, PeerLost
+from kvferry.transports.errors import ChecksumError, KVTransferError
 from kvferry.transports.nixl import wire as nixl
-from kvferry.transports.streams import FrameSocket, any_version, encode_frame
+from kvferry.transports.streams import FrameSocket, encode_frame
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.tcp import wire as tcp
-from kvferry.transports.tcp.options import Address
 from kvferry.transports.tcp.stream import TcpStream
 from kvferry.transports.testing import World
 from kvferry.transports.ucx import wire as ucx
@@ -30,15 +28,15 @@ def tcp_stream(sock: socket.socket) -> FrameSocket:
 
 
 def ucx_stream(sock: socket.socket) -> FrameSocket:
-    return FrameSocket(sock, ucx.FRAME_LIMITS, 1 << 20, ucx.require_version)
+    return FrameSocket(sock, ucx.FRAME_LIMITS, 1 << 20)
 
 
 def nixl_stream(sock: socket.socket) -> FrameSocket:
-    return FrameSocket(sock, nixl.FRAME_LIMITS, 1 << 20, nixl.require_version)
+    return FrameSocket(sock, nixl.FRAME_LIMITS, 1 << 20)
 
 
 def another(sock: socket.socket) -> FrameSocket:
-    return FrameSocket(sock, {1: 100}, 1 << 20, any_version)
+    return FrameSocket(sock, {1: 100}, 1 << 20)
 
 
 FRAMES: dict[str, tuple[Callable[[socket.socket], FrameSocket], bytes]] = {
@@ -87,43 +85,6 @@ def world() -> Any:
     world = World(TcpTransport)
     yield world
     world.close()
-
-
-def old_hello() -> bytes:
-    """Return the hello of release 0.1.0, whose frames have no sums."""
-    body = struct.pack("<11sIII16sq", b"kvferry-tcp", 1, 4, 128 << 10, bytes(16), 4096)
-    return struct.pack("<IB", len(body), tcp.Kind.HELLO) + body
-
-
-def test_a_node_whose_frames_have_no_sums_is_refused_by_its_version(world: World) -> None:
-    node = world.node(4096)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        node.endpoint.start_connect("tcp://{}:{}".format(*listener.getsockname()), timeout_s=10)
-        sock, _ = listener.accept()
-    with sock:
-        sock.sendall(old_hello())
-        world.serve(lambda: bool(node.of_type(PeerLost)))
-    (lost,) = node.of_type(PeerLost)
-    assert isinstance(lost.error, VersionMismatchError)
-    assert f"local {tcp.PROTOCOL_VERSION}, remote 1; upgrade the peer first" in str(lost.error)
-
-
-def test_a_node_whose_frames_have_no_sums_is_sent_our_version(world: World) -> None:
-    """It finds the version where its own hello has it."""
-    node = world.node(4096)
-    address = Address.parse(node.endpoint.listen(""))
-    with socket.create_connection((address.host, address.port)) as sock:
-        sock.sendall(old_hello())
-        sock.settimeout(0.01)
-        heard = b""
-        while len(heard) < 20:
-            node.endpoint.wait_events(0.01)
-            try:
-                heard += sock.recv(4096)
-            except TimeoutError:
-                continue
-    assert struct.unpack_from("<B11sI", heard, 4) == (tcp.Kind.HELLO, b"kvferry-tcp", tcp.PROTOCOL_VERSION)
-    assert node.of_type(Connected) == []
 
 
 def test_the_reason_of_a_refusal_cannot_forge_a_line(world: World) -> None:

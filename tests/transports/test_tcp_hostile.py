@@ -202,9 +202,21 @@ def test_a_peer_of_another_version_is_sent_our_version(
 ) -> None:
     ours = struct.pack("<11sI", b"kvferry-tcp", PROTOCOL_VERSION)
     stranger = dial()
-    stranger.send(HELLO.encode().replace(ours, b"kvferry-tcp\x63\0\0\0"))
+    stranger.send(encode_frame(Kind.HELLO, b"kvferry-tcp\x63\0\0\0"))
     assert ours in stranger.hear(lambda heard: b"<end>" in heard)
     assert_serves(world, node)
+
+
+def test_a_node_of_another_version_is_refused_by_its_version(world: World, node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node.endpoint.start_connect("tcp://{}:{}".format(*listener.getsockname()), timeout_s=10)
+        sock, _ = listener.accept()
+    with sock:
+        sock.sendall(encode_frame(Kind.HELLO, b"kvferry-tcp\x01\0\0\0"))
+        world.serve(lambda: bool(node.of_type(PeerLost)))
+    (lost,) = node.of_type(PeerLost)
+    assert isinstance(lost.error, VersionMismatchError)
+    assert f"local {PROTOCOL_VERSION}, remote 1; upgrade the peer first" in str(lost.error)
 
 
 # -- peers -------------------------------------------------------------------------------------------

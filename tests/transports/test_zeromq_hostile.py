@@ -20,6 +20,7 @@ from kvferry.transports.errors import (
     ProtocolError,
     VersionMismatchError,
 )
+from kvferry.transports.sums import SUM_BYTES, sum_of
 from kvferry.transports.testing import Link, Node, World, pairs_of
 from kvferry.transports.zeromq.frames import Frame
 from kvferry.transports.zeromq.options import Address
@@ -42,9 +43,9 @@ def greeting() -> Parts:
 
 
 def next_version() -> Parts:
-    head = bytearray(HELLO.head())
+    head = bytearray(HELLO.head()[:-SUM_BYTES])
     head[15] = PROTOCOL_VERSION + 1  # after the kind and the magic
-    return [bytes(head), HELLO.body()]
+    return [bytes(head) + sum_of(bytes(head) + HELLO.body()), HELLO.body()]
 
 
 def fetch(rows: list[tuple[int, int]], guard: Guard = HELD) -> Parts:

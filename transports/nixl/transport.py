@@ -46,7 +46,7 @@ from ..streams import FrameSocket, KeepAlive, PollableEndpoint
 from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
 from .options import REMEDY, SCHEME, Address, NIXLOptions
 from .reads import Reader, Remote
-from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Preface, Reading, Ready, decode, require_version
+from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Preface, Reading, Ready, decode
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class NIXLBackend(PlainStreamBackend[Connection]):
     # -- connections -----------------------------------------------------------------------------------
 
     def wrap(self, sock: socket.socket) -> Handshake:
-        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes, require_version))
+        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
 
     def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
         connection = peer.connection

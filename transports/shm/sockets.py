@@ -67,7 +67,7 @@ class Connection(FrameSocket):
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
         # Without sums: the kernel copies what a Unix socket carries, as it copies everything else in this machine's memory.
-        super().__init__(sock, FRAME_LIMITS, max_queued_bytes, require_version=None)
+        super().__init__(sock, FRAME_LIMITS, max_queued_bytes, has_sums=False)
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
         self._is_beginning = True

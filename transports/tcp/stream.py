@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import KVTransferError, PeerLostError, PeerRefusedError, ProtocolError
 from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket, open_frame, require_length
 from .iovec import NO_WAIT, Iovec, Pieces, Wait, address_of
-from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode, require_version
+from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
 
 #: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to itself.
 _MAX_CALLS: Final = 256
@@ -68,7 +68,7 @@ class TcpStream(FrameSocket):
     _is_ready = True
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
-        super().__init__(sock, FRAME_LIMITS, max_queued_bytes, require_version)
+        super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
         self.sink: Callable[[Slice], Iovec] = _refuse
         self.expects_slices: Callable[[], bool] = bool
         self.wait: Callable[[], Wait] = lambda: NO_WAIT
@@ -153,7 +153,7 @@ class TcpStream(FrameSocket):
 
         Raises:
             PeerLostError: the peer closed, and every complete frame was returned before.
-            ProtocolError, ChecksumError, VersionMismatchError: see `require_length` and `open_frame`.
+            ProtocolError, ChecksumError: see `require_length` and `open_frame`.
         """
         total = 0
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -181,7 +181,7 @@ class TcpStream(FrameSocket):
                 num_bytes = len(data)
                 if num_bytes == ANSWER_BYTES and not self._arrived and data.startswith(_SLICE_HEAD):
                     self.last_heard = time.monotonic()
-                    self._begin_slice(open_frame(data, require_version))
+                    self._begin_slice(open_frame(data))
                     return num_bytes, False
                 self._arrived += data
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, KVTransferError):
@@ -216,7 +216,7 @@ class TcpStream(FrameSocket):
         if len(self._arrived) < end:
             return None
         self.last_heard = time.monotonic()
-        body = open_frame(bytes(self._arrived[:end]), require_version)
+        body = open_frame(bytes(self._arrived[:end]))
         del self._arrived[:end]
         if kind == _SLICE_KIND:
             self._begin_slice(body)

@@ -45,7 +45,6 @@ from .wire import (
     Preface,
     Ready,
     decode,
-    require_version,
 )
 
 logger = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class UCXBackend(PlainStreamBackend[Connection]):
     def wrap(self, sock: socket.socket) -> Handshake:
         # UCX learns of the peer only after the peer's preface has come: most addresses that lead nowhere are refused
         # before that, and cost one socket instead of a worker.
-        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes, require_version))
+        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
 
     def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
         connection = peer.connection

@@ -153,12 +153,6 @@ class Answer:
 Incoming = Preface | Hello | Ready | Fetch | Answer
 
 
-def require_version(kind: int, body: bytes) -> None:
-    """Check the version of a hello. Raises: see `require_preface`."""
-    if kind == Kind.HELLO:
-        require_preface(body, _MAGIC, PROTOCOL_VERSION, "ucx")
-
-
 def decode(kind: int, body: bytes) -> Incoming:
     """Decode one frame of this protocol alone. Raises: see `decode_frame`."""
     return decode_frame(_DECODERS, kind, body)

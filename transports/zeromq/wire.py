@@ -171,8 +171,6 @@ def decode(frames: Sequence[Frame]) -> Incoming:
             return _decode_slice(head, frames[1:])
         if len(frames) > 2:
             raise ProtocolError(f"malformed message: kind {kind} has 2 frames, got {len(frames)}")
-        if kind == _Kind.HELLO:
-            _require_version(summed)  # first, because the heads of other versions may have no sums
         decoder, body = _DECODERS[kind], bytes(frames[1])
         require_sum(head + body, found)
         return decoder(head, body)
@@ -191,6 +189,7 @@ def _require_version(head: bytes) -> None:
 
 
 def _decode_hello(head: bytes, body: bytes) -> Hello:
+    _require_version(head)
     *_, num_guards, max_slice_bytes = _HELLO.unpack(head)
     return Hello(num_guards, decode_sizes(body), decode_max_slice_bytes(max_slice_bytes, MAX_SLICE_BYTES))
 

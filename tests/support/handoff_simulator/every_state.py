@@ -42,7 +42,7 @@ from kvferry.transports.errors import KVTransferError
 from kvferry.transports.regions import RegionPairs
 
 from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, Spread
-from .simulation import Simulation, checked
+from .simulation import UPGRADED, Simulation, checked
 from .world import FIRST_PEER_ID
 
 #: Deadlines like the default ones, but without rounding: all times of a schedule are exact, so equal states have equal times.
@@ -58,8 +58,6 @@ CONFIG = HandoffConfig(
     max_backoff_s=2.0,
     rendezvous_wait_s=28.0,
 )
-#: The address of a node that is still to be upgraded.
-OLD = "sim://b"
 
 #: What `Simulation.offer` is told: a prompt of one block that is computed, one of two blocks of which none is yet, and an offer
 #: that is announced and then withdrawn.
@@ -118,7 +116,7 @@ class Bound:
             f"{self.num_loads} loads of an offer" if self.num_loads > 1 else "",
         ]
         for role, nodes in (("producer", self.producers), ("consumer", self.consumers)):
-            parts += [f"old {role}" for node in nodes if self.addresses[node] == OLD]
+            parts += [f"upgraded {role}" for node in nodes if self.addresses[node] == UPGRADED]
         return ", ".join(filter(None, parts))
 
 
@@ -797,8 +795,8 @@ LARGE = (
     Bound(2, 0, 0, (COMPUTED,), with_rendezvous=True),
     Bound(1, 1, 1, (COMPUTED,), with_rendezvous=True),
     Bound(1, 2, 0, (COMPUTED,)),
-    Bound(1, 1, 0, (COMPUTED,), addresses=(OLD, "sim://c")),
-    Bound(1, 1, 0, (COMPUTED,), addresses=("sim://a", OLD)),
+    Bound(1, 1, 0, (COMPUTED,), addresses=(UPGRADED, "sim://c")),
+    Bound(1, 1, 0, (COMPUTED,), addresses=("sim://a", UPGRADED)),
     Bound(1, 0, 0, (COMPUTED, EARLY), spreads=(Spread(2), Spread(1))),
     three_nodes(1, 1, 0, producers=(0,), consumers=(1, 2)),
     three_nodes(1, 0, 0, producers=(0,), consumers=(1, 2), num_loads=2),

@@ -121,7 +121,7 @@ class ForgetsWhatItAnnounced(ProducerProtocol):
 
 class AwaitsRequestsForever(ProducerProtocol):
     def _give_up_waiting(self, offer: Any) -> Any:
-        offer.await_request(offer.deadline + 30.0)
+        offer.await_request(offer.deadline + 60.0)  # longer than a schedule's longest step
         return []
 
 

@@ -29,7 +29,7 @@ from kvferry.connector.handoff.events import (
     OfferEnded,
     RemoteOffer,
 )
-from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
+from kvferry.connector.handoff.messages import OLDEST_VERSION, PROTOCOL_VERSION
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.planning import compatibility
@@ -55,7 +55,9 @@ from .world import SimulatedWorld
 
 _CONFIG = HandoffConfig(load_wait_s=60.0)
 _ALIKE = (Spread(), Spread(), Spread())
-_ADDRESSES = ("sim://a", "sim://b", "sim://c")
+#: The address of the engine that also speaks the version that will come after today's.
+UPGRADED = "sim://b"
+_ADDRESSES = ("sim://a", UPGRADED, "sim://c")
 #: The first of three numbers that make `Simulation.offer` open an offer early, of one to three blocks.
 _EARLY = 42
 #: Longest time, in virtual seconds, until everything has ended after the last order.
@@ -69,7 +71,7 @@ class Simulation(SimulatedWorld):
         producer_class, consumer_class: The protocols under test.
         checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
         spreads: How each engine's model is spread over ranks.
-        addresses: Of the engines. The one at `sim://b` is still to be upgraded.
+        addresses: Of the engines.
 
     Attributes:
         num_offered_loads: Reads after which an offer that no router has named is over.
@@ -540,9 +542,8 @@ class Simulation(SimulatedWorld):
         for number in range(spread.num_ranks):
             layout = simulated_layout(spread, number, is_uniform=address != "sim://c")
             identity = Identity(address, engine.epoch, compatibility.digest(fields), fields, layout)
-            if address == "sim://b":
-                # A node that is still to be upgraded.
-                identity = replace(identity, spoken=SPOKEN_VERSIONS[:-1])
+            if address == UPGRADED:
+                identity = replace(identity, spoken=range(OLDEST_VERSION, PROTOCOL_VERSION + 2))
             protocol = NodeProtocol(
                 producer_class(identity, self._config, NUM_GUARDS),
                 consumer_class(identity, self._config, number, spread.num_ranks),
@@ -625,8 +626,7 @@ def explore_without_faults(simulation: Simulation, seed: int, num_steps: int = 6
     def number() -> int:
         return generator.randrange(64)
 
-    # Requests of two nodes that load from each other could hold the blocks for which the other one's wait. The node between
-    # these two speaks a version without rendezvous.
+    # Requests of two nodes that load from each other could hold the blocks for which the other one's wait.
     producer, consumer = generator.choice(((0, 2), (2, 0)))
     busy = max(1.0, len(simulation.ranks) / 3)
     operations: dict[Callable[[], object], float] = {

@@ -18,7 +18,7 @@ from kvferry.connector.errors import ConnectorError
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import Identity, LoadEnded, OfferEnded
-from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
+from kvferry.connector.handoff.messages import PROTOCOL_VERSION
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -185,8 +185,6 @@ class SimulatedNode:
         shape: Shape,
         parts: Parts,
         counts: Counter[str],
-        *,
-        is_old: bool = False,
     ) -> None:
         self.clock, self.network, self.name, self.url = clock, network, name, f"http://{name}"
         self.epoch, self.role, self.shape, self.parts, self.counts = epoch, role, shape, parts, counts
@@ -225,9 +223,8 @@ class SimulatedNode:
             for group in range(NUM_GROUPS)
         )
         layout = KVLayout(shape.num_blocks, raw.nbytes, layers)
-        spoken = SPOKEN_VERSIONS[:-1] if is_old else SPOKEN_VERSIONS
-        identity = Identity(name, epoch, compatibility.digest(fields), fields, layout, spoken=spoken)
-        self.protocol = spoken[-1]
+        identity = Identity(name, epoch, compatibility.digest(fields), fields, layout)
+        self.protocol = PROTOCOL_VERSION
         self.handoffs = NodeProtocol(
             parts.producer(identity, shape.handoff, shape.num_guards), parts.consumer(identity, shape.handoff)
         )
@@ -243,8 +240,7 @@ class SimulatedNode:
             transfer, pool, ConnectorOptions(handoff=shape.handoff), chunk_tokens=shape.chunk_tokens
         )
         self.half.set_handshake_metadata({0: WorkerAddress(address, epoch, 0)})
-        # One of before rendezvous does not say where it can be reached.
-        self.place = {} if is_old else self.half.describe()
+        self.place = self.half.describe()
         self.manager = parts.manager(pool, config.model.max_model_len)
         self.scheduler = parts.scheduler(config, self.manager, self.half)
         self._watch_ends()

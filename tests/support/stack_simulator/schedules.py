@@ -76,7 +76,6 @@ class Schedule:
     Attributes:
         roles: Of each node.
         nodes_per_router: Each router has a fleet of its own of so many nodes.
-        old: Nodes that speak only the older version of the protocol, until they are upgraded.
     """
 
     seed: int
@@ -85,7 +84,6 @@ class Schedule:
     faults: tuple[Fault, ...] = ()
     shape: Shape = field(default_factory=Shape)
     nodes_per_router: int = 8
-    old: frozenset[int] = frozenset()
     bytes_per_s: float = 1e6
     may_ask_both: bool = True
 
@@ -130,7 +128,7 @@ class Run:
         self._epoch = 0
         self._on_progress = on_progress
         for number, role in enumerate(schedule.roles):
-            self.nodes.append(self._start(number, role, is_old=number in schedule.old))
+            self.nodes.append(self._start(number, role))
         size = schedule.nodes_per_router
         exchange = self.parts.exchange or Exchange
         self.routers = [
@@ -149,12 +147,11 @@ class Run:
     def _finder(self, first: int, end: int) -> Callable[[], Sequence[SimulatedNode]]:
         return lambda: self.nodes[first:end]
 
-    def _start(self, number: int, role: str, *, is_old: bool = False) -> SimulatedNode:
+    def _start(self, number: int, role: str) -> SimulatedNode:
         self._epoch += 1
         return SimulatedNode(
             *(self.clock, self.network, f"node{number}", self._epoch, role, self.schedule.shape),
             *(self.parts, self.counts),
-            is_old=is_old,
         )
 
     # -- what happens ----------------------------------------------------------------------------------
@@ -325,11 +322,8 @@ def draw(seed: int) -> Schedule:
         chunk_tokens=chance.choice((8, 16, 64)),
         handoff=_TINY,
     )
-    old = frozenset({0}) if chance.random() < 0.2 else frozenset[int]()
     bytes_per_s = chance.choice((2e3, 2e4, 1e7))
-    return Schedule(
-        seed, roles, tuple(arrivals), tuple(faults), shape, 8, old, bytes_per_s, chance.random() < 0.7
-    )
+    return Schedule(seed, roles, tuple(arrivals), tuple(faults), shape, 8, bytes_per_s, chance.random() < 0.7)
 
 
 def failure_of(schedule: Schedule, parts: Parts | None = None) -> str:
