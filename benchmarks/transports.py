@@ -1,15 +1,12 @@
 """Measure how fast KV blocks move between two processes: kvferry's transports, memcpy, plain sockets, NIXL and Mooncake.
 
-    python benchmarks/transports.py [--seconds N] [--only TEXT ...] [--json FILE] [--plot FILE.svg]
+    python benchmarks/transports.py [--seconds N] [--only TEXT ...] [--json FILE]
 
 The shapes are blocks of two models, in the uniform and in the per-layer layout. Each read takes different blocks, scattered
 over pools that are much larger than any cache. Each contender has two processes, which are stopped while others are
 measured. In each round every contender moves every shape. The figures to look at are the medians of the ratios to memcpy
 and to plain sockets in the same round. Every region that arrives is checked. NIXL and Mooncake take part if `nixl-cu12` and
 `mooncake-transfer-engine-non-cuda` are installed.
-
-Finally, each of kvferry's transports is measured with many idle peers: the processor time while nothing happens, and the
-time of a small read with and without them.
 
 Reads are timed from the call to their end. Unlike a memcpy they need other threads to be scheduled, so on a busy machine
 the processor time is more reliable than the elapsed time.
@@ -22,14 +19,10 @@ import json
 import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from moving.contender import Contender
 from moving.field import MEMCPY, SOCKETS, all_contenders, ours
-from moving.idle_peers import contenders as with_idle_peers
-from moving.idle_peers import measure_idle_peers, table_of_idle_peers
-from moving.plot import svg
 from moving.report import json_lines, machine, table
 from moving.results import results_of
 from moving.rounds import measure
@@ -69,13 +62,6 @@ def parse_arguments() -> argparse.Namespace:
         "--pool-mib", type=int, default=256, help="pool of each process in MiB (default: %(default)s)"
     )
     parser.add_argument(
-        "--idle-peers",
-        type=int,
-        default=200,
-        metavar="N",
-        help="peers of the measurement with idle peers; 0 leaves it out (default: %(default)s)",
-    )
-    parser.add_argument(
         "--variant",
         action="append",
         nargs=3,
@@ -84,15 +70,12 @@ def parse_arguments() -> argparse.Namespace:
         help="add a contender: a transport with options as JSON; may be repeated",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as JSON lines")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the results there")
     arguments = parser.parse_args()
     needed_mib = max(shape.num_bytes for shape in shapes_of(max(1, arguments.blocks))) >> 20
     if arguments.blocks < 1 or arguments.pool_mib < needed_mib:
         parser.error(
             f"--blocks must be at least 1, and --pool-mib at least {needed_mib} for --blocks {arguments.blocks}"
         )
-    if arguments.idle_peers < 0:
-        parser.error("--idle-peers must not be negative")
     return arguments
 
 
@@ -116,11 +99,6 @@ def say(what: str) -> None:
         print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
 
 
-def print_lines(lines: Sequence[str]) -> None:
-    say("")
-    print("\n".join(lines), flush=True)
-
-
 def main() -> None:
     arguments = parse_arguments()
     about = machine()
@@ -133,22 +111,13 @@ def main() -> None:
         contenders, shapes = chosen(arguments, secret, Path(folder))
         measured = measure(contenders, shapes, arguments.pool_mib << 20, arguments.seconds, say)
     results = results_of(contenders, shapes, measured)
-    print_lines([*table(results), "", *(f"not measured: {n}: {why}" for n, why in measured.left_out.items())])
-    idle_peers, without = [], {}
-    if arguments.idle_peers:
-        idle_peers, without = measure_idle_peers(with_idle_peers(arguments.only), arguments.idle_peers, say)
-        print_lines(
-            [
-                *table_of_idle_peers(idle_peers),
-                "",
-                *(f"not measured: {n}: {why}" for n, why in without.items()),
-            ]
-        )
+    say("")
+    print(
+        *table(results), "", *(f"not measured: {n}: {why}" for n, why in measured.left_out.items()), sep="\n"
+    )
     if arguments.json:
-        lines = json_lines(about, {**without, **measured.left_out}, results, idle_peers)
+        lines = json_lines(about, measured.left_out, results)
         arguments.json.write_text("".join(f"{line}\n" for line in lines))
-    if arguments.plot:
-        arguments.plot.write_text(svg(results))
 
 
 if __name__ == "__main__":

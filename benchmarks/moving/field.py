@@ -32,27 +32,16 @@ def ours(
     options: Mapping[str, Any],
     *,
     in_arena: bool = True,
-    staged: bool = False,
-    is_patient: bool = True,
     twin: str = "",
 ) -> Contender:
     """One of kvferry's transports with some options.
 
     Args:
         in_arena: Whether the transport allocates the pools.
-        staged: Whether the bytes pass through staging buffers.
-        is_patient: Whether its peers are not lost while their processes are stopped.
         twin: The contender whose speed it is compared with.
     """
-    patient: Mapping[str, Any] = {}
-    if is_patient:
-        patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
-    described = {
-        "scheme": scheme,
-        "transport": {**patient, **options},
-        "in_arena": in_arena,
-        "staged": staged,
-    }
+    patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
+    described = {"scheme": scheme, "transport": {**patient, **options}, "in_arena": in_arena}
     return Contender(name, own_ours, OurReader, described, _DISTRIBUTIONS.get(scheme, ""), twin=twin)
 
 
@@ -93,14 +82,11 @@ def all_contenders(secret_file: Path, certificates: Path) -> list[Contender]:
         ours("kvferry shm, 1 thread", "shm", {"copy_threads": 1}),
         ours("kvferry tcp, unchecked", "tcp", {"checksums": False}, twin=SOCKETS),
         ours("kvferry tcp", "tcp", {}, twin=SOCKETS),
-        ours("kvferry tcp, staged", "tcp", {}, staged=True, twin="kvferry tcp"),
         ours("kvferry tcp, TLS", "tcp", tls, twin="kvferry zeromq, CURVE"),
         ours("kvferry zeromq, unchecked", "zeromq", {"checksums": False}, twin=SOCKETS),
         ours("kvferry zeromq", "zeromq", {}, twin=SOCKETS),
-        ours("kvferry zeromq, staged", "zeromq", {}, staged=True, twin="kvferry zeromq"),
         ours("kvferry zeromq, CURVE", "zeromq", curve, twin=SOCKETS),
         ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}, twin="NIXL, tcp"),
-        ours("kvferry ucx, tcp, staged", "ucx", {"tls": "tcp"}, staged=True, twin="kvferry ucx, tcp"),
         *nixl_pair("cma"),
         *nixl_pair("tcp"),
         Contender("Mooncake, tcp", own_mooncake, MooncakeReader, {}, "mooncake-transfer-engine-non-cuda"),

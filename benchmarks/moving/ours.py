@@ -8,12 +8,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.transports import Connected, Event, Guard, PeerLost, RegionPairs, Segment, TransferEnded
+from kvferry.transports import Connected, Event, Guard, RegionPairs, Segment, TransferEnded
 from kvferry.transports import Pool as TransportPool
 from kvferry.transports.registry import create_transport
 
 from .contender import TIMEOUT_S, Pool, Reader, Setup, pool_memory
-from .staging import stage
 
 #: What the owner holds for the whole pool.
 GUARD = Guard(1, 7)
@@ -23,14 +22,11 @@ _EventType = TypeVar("_EventType", bound=Event)
 class Node:
     """A transport with a registered pool, and its endpoint.
 
-    Options: `scheme`; `transport`, the transport's own options; `in_arena`, whether the transport allocates the pool;
-    `staged`, whether bytes pass through staging buffers as those of a GPU do.
+    Options: `scheme`; `transport`, the transport's own options; `in_arena`, whether the transport allocates the pool.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.transport = create_transport(setup.options["scheme"], setup.options["transport"])
-        if setup.options["staged"]:
-            stage(self.transport)
         if setup.options["in_arena"]:
             self._arena = self.transport.allocate(setup.pool_bytes)
             segment = self._arena.segment
@@ -60,27 +56,8 @@ class OurReader(Reader):
         self.pool = self._node.pool
         self.pool[:] = -1
         self._endpoint = self._node.endpoint
-        self._peer_id = self.connect(address)
-
-    def connect(self, address: str) -> int:
-        """Connect once more; returns the peer's id. Reads are from the first one."""
-        peer_id = self._endpoint.start_connect(address, timeout_s=TIMEOUT_S)
+        self._peer_id = self._endpoint.start_connect(address, timeout_s=TIMEOUT_S)
         self._wait(Connected)
-        return peer_id
-
-    def listen(self) -> str:
-        """Accept peers; returns the address."""
-        return self._endpoint.listen("")
-
-    def num_connected(self, timeout_s: float) -> int:
-        """Wait for peers; returns how many more are connected than at the last call."""
-        events = self._endpoint.wait_events(timeout_s)
-        return sum(isinstance(e, Connected) for e in events) - sum(isinstance(e, PeerLost) for e in events)
-
-    def wait(self, seconds: float) -> None:
-        """Wait while nothing happens. Raises RuntimeError: something did."""
-        if events := self._endpoint.wait_events(seconds):
-            raise RuntimeError(f"unexpected: {events}")
 
     def _wait(self, wanted: type[_EventType]) -> _EventType:
         for event in self._endpoint.wait_events(TIMEOUT_S):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from kvferry.transports.copying import IS_COMPILED
 
-from .idle_peers import IdlePeers
 from .results import Result
 
 Machine = Mapping[str, object]
@@ -80,17 +79,10 @@ def _line(r: Result) -> str:
     )
 
 
-def json_lines(
-    about: Machine,
-    left_out: Mapping[str, str],
-    results: Sequence[Result],
-    idle_peers: Sequence[IdlePeers],
-) -> Iterator[str]:
-    """Yield one object per line. Its `record` is `machine`, `left_out` (with the reason), `result` or `idle_peers`."""
+def json_lines(about: Machine, left_out: Mapping[str, str], results: Sequence[Result]) -> Iterator[str]:
+    """Yield one object per line. Its `record` is `machine`, `left_out` (with the reason) or `result`."""
     yield json.dumps({"record": "machine", **about})
     for name, reason in left_out.items():
         yield json.dumps({"record": "left_out", "contender": name, "reason": reason})
     for result in results:
         yield json.dumps({"record": "result", **asdict(result)})
-    for idle in idle_peers:
-        yield json.dumps({"record": "idle_peers", **asdict(idle)})
