@@ -5,20 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .client import Answer
-from .memcpy import memcpy_gb_per_s
 from .near_tie import Comparison
 
 MAX_PROMPT_CHARS = 24
-#: Stands for the figures of a load that the connector did not report.
-NO_FIGURES = "no figures reported"
-#: Stands for a figure that the connector left out, as a store does that has nothing to say about regions.
-NOT_COUNTED = "-"
 
 
 class Way(enum.Enum):
@@ -43,8 +37,8 @@ class RequestReport:
 
     Attributes:
         identical: Both nodes answered, with the same tokens.
-        near_ties: Where the pair chose the other one of two tokens whose logits are almost equal, if everything else is
-            as the single node says; see `near_tie`. Empty if the answers differ in any other way.
+        near_ties: How often the pair chose the other one of two tokens whose logits are almost equal, if everything else
+            is as the single node says; see `near_tie`. 0 if the answers differ in any other way.
         way: How the router sent the request; see `Way`.
         loaded_tokens: Prompt tokens whose cache was moved.
         transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or if the
@@ -59,7 +53,7 @@ class RequestReport:
     token_ids: list[int]
     reference_token_ids: list[int]
     identical: bool
-    near_ties: list[dict[str, Any]]
+    near_ties: int
     connector: str
     way: str
     loaded_tokens: int
@@ -71,14 +65,13 @@ class RequestReport:
     transfer_s: float
     exposed_transfer_s: float
     transfer_gb_per_s: float
-    memcpy_gb_per_s: float
     ttft_s: float
     reference_ttft_s: float
 
     @property
     def is_right(self) -> bool:
         """Say whether the pair gave an answer that a single node may give."""
-        return self.identical or bool(self.near_ties)
+        return self.identical or self.near_ties > 0
 
 
 def report_of(
@@ -89,7 +82,7 @@ def report_of(
     layout: str,
     way: Way = Way.IN_TURN,
 ) -> RequestReport:
-    """Compare both answers, and measure memcpy with as many bytes as were moved.
+    """Compare both answers.
 
     Args:
         comparison: Of the two answers; None if one of the nodes failed.
@@ -104,7 +97,7 @@ def report_of(
         token_ids=answer.token_ids,
         reference_token_ids=reference.token_ids,
         identical=comparison is not None and comparison.is_identical,
-        near_ties=_near_ties(comparison),
+        near_ties=len(comparison.near_ties) if comparison and comparison.mismatch is None else 0,
         connector=connector,
         way=way.value,
         loaded_tokens=answer.loaded_tokens,
@@ -116,46 +109,19 @@ def report_of(
         transfer_s=transfer_s,
         exposed_transfer_s=transfer.get("exposed_seconds", 0.0),
         transfer_gb_per_s=kv_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
-        memcpy_gb_per_s=memcpy_gb_per_s(kv_bytes) if kv_bytes > 0 else 0.0,
         ttft_s=answer.ttft_s,
         reference_ttft_s=reference.ttft_s,
     )
 
 
-def _near_ties(comparison: Comparison | None) -> list[dict[str, Any]]:
-    is_right = comparison is not None and comparison.mismatch is None
-    return [dataclasses.asdict(tie) for tie in comparison.near_ties] if comparison and is_right else []
-
-
 def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
-    """Format a table: one line per request, after a line with what all requests have in common."""
-    requests = list(zip(prompts, answers, reports, strict=True))
-    rows = [[column.show(*request) for column in _COLUMNS] for request in requests]
-    headings = [column.heading for column in _COLUMNS]
-    widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
-    lines = [_line(headings, widths), "  ".join("─" * width for width in widths)]
-    for (_, answer, _), cells in zip(requests, rows, strict=True):
-        lines.append(_line(cells, widths, "" if answer.transfer else _instead(answer)))
-    return "\n".join([_summary(answers, reports), "", *lines])
-
-
-def format_legend() -> str:
-    """Explain the table's columns, one line each."""
-    width = max(len(column.heading) for column in _COLUMNS)
-    return "\n".join(
-        f"  {column.heading.ljust(width)}  {column.meaning}" for column in _COLUMNS if column.meaning
-    )
-
-
-def explain_nothing(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
-    """Say why there was nothing to transfer; empty if that is true of no request."""
-    idle = [report for answer, report in zip(answers, reports, strict=True) if _had_nothing(answer)]
-    if not idle:
-        return ""
-    reason = "the decode node had their blocks in its prefix cache already"
-    if all(report.prompt_tokens == 1 for report in idle):
-        reason = "the decode node always computes the last token itself, and these prompts have only one"
-    return f"Nothing to transfer for {len(idle)} of {len(reports)} requests: {reason}."
+    """Format a table: one line per request, between what all requests have in common and what the columns mean."""
+    rows = [_HEADINGS, *map(_row, prompts, answers, reports)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for first, *cells in rows
+    ]
+    return "\n".join([_summary(answers, reports), "", *lines, "", _MEANING])
 
 
 def explain_slower(reports: Sequence[RequestReport]) -> str:
@@ -179,145 +145,52 @@ def write_json(path: Path, reports: Sequence[RequestReport]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _verdict(report: RequestReport) -> str:
-    return "yes" if report.identical else "near-tie" if report.near_ties else "NO"
+_HEADINGS = ("prompt", "tokens", "way", "transfer", "TTFT ms", "single", "identical")
+_MEANING = """\
+transfer  what the decode node read, and how long it waited for that after the prompt had been computed
+single    time to first token of the single node, which transfers nothing"""
 
 
-@dataclass(frozen=True)
-class _Column:
-    """Describe one column of the table.
-
-    Attributes:
-        meaning: Its line of the legend; empty if the heading says enough.
-        is_transfer: Whether it is about the transfer, and so has no value without one.
-    """
-
-    heading: str
-    show: Callable[[str, Answer, RequestReport], str]
-    meaning: str = ""
-    is_transfer: bool = False
+def _row(prompt: str, answer: Answer, report: RequestReport) -> tuple[str, ...]:
+    return (
+        shortened(prompt, MAX_PROMPT_CHARS),
+        str(report.prompt_tokens),
+        report.way,
+        _transfer(answer, report),
+        f"{report.ttft_s * 1e3:.0f}",
+        f"{report.reference_ttft_s * 1e3:.0f}",
+        "yes" if report.identical else "near-tie" if report.near_ties else "NO",
+    )
 
 
-_COLUMNS = (
-    _Column("prompt", lambda prompt, answer, report: shortened(prompt, MAX_PROMPT_CHARS)),
-    _Column("tokens", lambda prompt, answer, report: str(report.prompt_tokens), "length of the prompt"),
-    _Column(
-        "way",
-        lambda prompt, answer, report: report.way,
-        "in turn: one node after the other, all tokens from the decode node; default: the first token comes from the prefill "
-        "node, and of a prompt of several chunks each is transferred while the next one is computed",
-    ),
-    _Column(
-        "blocks",
-        lambda prompt, answer, report: str(report.num_blocks),
-        "blocks of the KV cache that the decode node loaded",
-        is_transfer=True,
-    ),
-    _Column(
-        "regions",
-        lambda prompt, answer, report: str(report.num_regions or NOT_COUNTED),
-        "contiguous runs of bytes that were read",
-        is_transfer=True,
-    ),
-    _Column(
-        "per layer",
-        lambda prompt, answer, report: str(answer.transfer.get("num_regions_per_layer") or NOT_COUNTED),
-        "regions that the same blocks need if the cache is stored per layer",
-        is_transfer=True,
-    ),
-    _Column(
-        "MB", lambda prompt, answer, report: f"{report.kv_bytes / 1e6:.1f}", "bytes read", is_transfer=True
-    ),
-    _Column(
-        "ms",
-        lambda prompt, answer, report: f"{report.transfer_s * 1e3:.2f}",
-        "time from the start of the first read to the end of the last; by the default way also the computing in between",
-        is_transfer=True,
-    ),
-    _Column(
-        "exposed",
-        lambda prompt, answer, report: f"{report.exposed_transfer_s * 1e3:.2f}",
-        "ms that the decode node waited for the cache after the prompt had been computed; the first token waits only if it is "
-        "the decode node's",
-        is_transfer=True,
-    ),
-    _Column(
-        "GB/s",
-        lambda prompt, answer, report: f"{report.transfer_gb_per_s:.1f}",
-        "MB divided by ms",
-        is_transfer=True,
-    ),
-    _Column(
-        "memcpy",
-        lambda prompt, answer, report: f"{report.memcpy_gb_per_s:.1f}",
-        "GB/s of one memcpy of as many bytes on this machine",
-        is_transfer=True,
-    ),
-    _Column(
-        "TTFT ms",
-        lambda prompt, answer, report: f"{report.ttft_s * 1e3:.0f}",
-        "time to the first token, from the client's request to the pair",
-    ),
-    _Column(
-        "single",
-        lambda prompt, answer, report: f"{report.reference_ttft_s * 1e3:.0f}",
-        "the same in ms for the single node, which transfers nothing",
-    ),
-    _Column(
-        "identical",
-        lambda prompt, answer, report: _verdict(report),
-        "whether pair and single node answered with the same tokens; near-tie: they chose between two equally likely ones",
-    ),
-)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], instead: str = "") -> str:
-    """Format a line of the table.
-
-    Args:
-        instead: A text for the place of all columns about the transfer; empty to show the columns.
-    """
-    aligned = [cells[0].ljust(widths[0])]
-    aligned += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-    if instead:
-        about = [index for index, column in enumerate(_COLUMNS) if column.is_transfer]
-        place = slice(about[0], about[-1] + 1)
-        aligned[place] = [instead.center(len("  ".join(aligned[place])))]
-    return "  ".join(aligned).rstrip()
-
-
-def _had_nothing(answer: Answer) -> bool:
-    """Say whether the decode node needed no block of another node."""
-    cached = int(answer.metrics.get("num_cached_tokens", 0))
-    is_loaded = bool(answer.transfer) or answer.loaded_tokens > 0
-    is_answered = bool(answer.token_ids) and not is_loaded and not answer.transfer_error
-    return is_answered and cached >= answer.prompt_tokens - 1
-
-
-def _instead(answer: Answer) -> str:
+def _transfer(answer: Answer, report: RequestReport) -> str:
     if answer.error:
         return "request failed"
     if answer.transfer_error:
-        return "transfer failed"
-    if answer.loaded_tokens:
-        return f"{answer.loaded_tokens} tokens, {NO_FIGURES}"
-    return "nothing to transfer" if _had_nothing(answer) else "not transferred"
+        return "failed"
+    if not answer.transfer:
+        # Some connectors report no figures of what they load.
+        return f"{answer.loaded_tokens} tokens" if answer.loaded_tokens else "none"
+    counts = ((report.num_blocks, "block"), (report.num_regions, "region"))
+    counted = [
+        f"{number} {what}{'s' * (number != 1)}" for number, what in counts if number
+    ]  # a store may not count
+    return ", ".join(
+        [*counted, f"{report.kv_bytes / 1e6:.1f} MB", f"{report.exposed_transfer_s * 1e3:.2f} ms"]
+    )
 
 
 def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
-    def united(values: Sequence[str]) -> str:
+    def united(values: Iterable[str]) -> str:
         return ", ".join(sorted({value for value in values if value})) or "none"
 
     def transport(answer: Answer) -> str:
         name, reason = answer.transfer.get("transport", ""), answer.transfer.get("reason", "")
         return f"{name} ({reason})" if reason else name
 
-    def of_load(answer: Answer, name: str) -> str:
-        return name or (NO_FIGURES if answer.loaded_tokens else "")
-
-    transports = united([of_load(answer, transport(answer)) for answer in answers])
-    mechanisms = united([of_load(answer, answer.transfer.get("mechanism", "")) for answer in answers])
-    layouts = united([report.layout for report in reports])
+    transports = united(map(transport, answers))
+    mechanisms = united(answer.transfer.get("mechanism", "") for answer in answers)
+    layouts = united(report.layout for report in reports)
     return f"transport {transports} · mechanism {mechanisms} · layout {layouts}"
 
 

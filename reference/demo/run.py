@@ -27,11 +27,8 @@ from .load import show_load
 from .near_tie import Comparison, compare, tolerance_of
 from .report import (
     MAX_PROMPT_CHARS,
-    NO_FIGURES,
     Way,
-    explain_nothing,
     explain_slower,
-    format_legend,
     format_table,
     report_of,
     shortened,
@@ -318,19 +315,17 @@ def _show(
     references: Sequence[Answer],
     comparisons: Sequence[Comparison | None],
 ) -> int:
-    """Print the table, its legend and what the table cannot say, and write the JSON; returns the exit status."""
+    """Print the table and what the table cannot say, and write the JSON; returns the exit status."""
     prompts = [prompt for prompt, _ in options.requests]
-    with Elapsed("measuring the speed of memcpy"):
-        reports = [
-            report_of(answer, reference, comparison, options.connector, options.layout, way)
-            for (_, way), answer, reference, comparison in zip(
-                options.requests, answers, references, comparisons, strict=True
-            )
-        ]
-    print(f"\n{format_table(prompts, answers, reports)}\n\n{format_legend()}", flush=True)
-    for text in (explain_nothing(answers, reports), explain_slower(reports)):
-        if text:
-            print("\n" + text, flush=True)
+    reports = [
+        report_of(answer, reference, comparison, options.connector, options.layout, way)
+        for (_, way), answer, reference, comparison in zip(
+            options.requests, answers, references, comparisons, strict=True
+        )
+    ]
+    print(f"\n{format_table(prompts, answers, reports)}", flush=True)
+    if slower := explain_slower(reports):
+        print("\n" + slower, flush=True)
     if options.json_path is not None:
         write_json(options.json_path, reports)
     for reference in references[:: len(options.ways)]:
@@ -345,12 +340,6 @@ def _explain(prompt: str, answer: Answer, comparison: Comparison | None) -> None
     """Say how an answer differs from the single node's, and whether its transfer failed."""
     if comparison is not None and not comparison.is_identical:
         say(f"{prompt!r}: {comparison}")
-        if answer.transfer:
-            say(f"{prompt!r}: the transfer succeeded ({answer.transfer['num_bytes']} bytes)")
-        elif answer.loaded_tokens:
-            say(f"{prompt!r}: the transfer succeeded ({NO_FIGURES})")
-        elif not answer.transfer_error:
-            say(f"{prompt!r}: nothing was transferred")
     if answer.transfer_error:
         say(
             f"{prompt!r}: the transfer failed, so the decode node computed the prompt itself: {answer.transfer_error}"

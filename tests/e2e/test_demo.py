@@ -39,7 +39,6 @@ KEYS = {
     "transfer_s",
     "exposed_transfer_s",
     "transfer_gb_per_s",
-    "memcpy_gb_per_s",
     "ttft_s",
     "reference_ttft_s",
 }
@@ -119,15 +118,14 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     assert {record["layout"] for record in records} == {layout}
     assert {record["connector"] for record in records} == {connector}
     assert f"skipping line 4 of --prompt-file '{tmp_path / 'prompts'}': it is blank" in done.stderr
-    assert done.stdout.count("nothing to transfer") == 1
-    assert "Nothing to transfer for 1 of 5 requests" in done.stdout
+    assert done.stdout.count("  none  ") == 1
     moved = records[1:]
     transport, shown = ("shm", "shm (on this host)") if connector == "auto" else (connector, connector)
     assert {record["transport"] for record in moved} == {transport}
     assert f"transport {shown} ·" in done.stdout
     assert [record["num_blocks"] for record in moved] == [1, 14, 2, 1]
     assert all(record["kv_bytes"] > 0 and record["transfer_gb_per_s"] > 0 for record in moved)
-    assert all(record["memcpy_gb_per_s"] > 0 and record["ttft_s"] > 0 for record in moved)
+    assert all(record["ttft_s"] > 0 for record in moved)
     for record in moved:
         most = record["num_blocks"] if layout == "uniform" else record["num_blocks"] * TINY_LAYERS
         assert 1 <= record["num_regions"] <= most
