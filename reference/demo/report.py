@@ -24,8 +24,8 @@ NOT_COUNTED = "-"
 class Way(enum.Enum):
     """How the router sends a request through the pair.
 
-    `DEFAULT` is what the router does without options: the client receives the first token from the prefill node, and a prompt of
-    several chunks crosses while it is computed. `IN_TURN` asks one node after the other, and the decode node chooses every token.
+    `DEFAULT` is what the router does without options: a prompt of several chunks crosses while it is computed. `IN_TURN` asks one
+    node after the other.
     """
 
     DEFAULT = "default"
@@ -34,7 +34,7 @@ class Way(enum.Enum):
     @property
     def router_arguments(self) -> tuple[str, ...]:
         """Options of a router that goes this way."""
-        return () if self is Way.DEFAULT else ("--rendezvous", "off", "--first-token", "off")
+        return () if self is Way.DEFAULT else ("--rendezvous", "off")
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,7 @@ _COLUMNS = (
     _Column(
         "way",
         lambda prompt, answer, report: report.way,
-        "in turn: one node after the other, all tokens from the decode node; default: the first token comes from the prefill "
-        "node, and of a prompt of several chunks each is transferred while the next one is computed",
+        "in turn: one node after the other; default: of a prompt of several chunks each is transferred while the next one is computed",
     ),
     _Column(
         "blocks",
@@ -237,8 +236,7 @@ _COLUMNS = (
     _Column(
         "exposed",
         lambda prompt, answer, report: f"{report.exposed_transfer_s * 1e3:.2f}",
-        "ms that the decode node waited for the cache after the prompt had been computed; the first token waits only if it is "
-        "the decode node's",
+        "ms that the decode node, and with it the first token, waited for the cache after the prompt had been computed",
         is_transfer=True,
     ),
     _Column(
