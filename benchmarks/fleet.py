@@ -279,8 +279,7 @@ async def ask(
 
     Args:
         due: When the request should have been sent, by `time.perf_counter`.
-        wants_ids: Ask for the answer's tokens. Of vLLM's nodes, kvferry's router then passes on no first token of the prefill
-            node, as in chats.
+        wants_ids: Ask for the answer's tokens.
 
     Raises:
         RequestFailed: The answer failed, or has another length.

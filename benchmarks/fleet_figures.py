@@ -229,11 +229,7 @@ def predict(way: str, plan: Sequence[Conversation], costs: Costs, num_nodes: int
         fleet = lambda clock: Fleet("auto", Limits(), clock)
     else:
         return None
-    # The router passes a first token on only to clients that do not ask for token ids, as later turns here do.
-    passes = all(len(turns) == 1 for turns in plan)
-    simulation = FleetSimulation(
-        arrivals_of(plan), [costs] * num_nodes, balancer, fleet, first_token_passes=passes
-    )
+    simulation = FleetSimulation(arrivals_of(plan), [costs] * num_nodes, balancer, fleet)
     outcomes = simulation.run()
     ttfts = [each.ttft_s for each in outcomes]
     gaps = [later - early for each in outcomes for early, later in itertools.pairwise(each.token_times)]

@@ -70,11 +70,11 @@ ENVIRONMENT = {
 }
 
 #: What a system's name can have after `+` → the router's option, which is `auto` or `off`. All others are off.
-MODES: Mapping[str, str] = {"rendezvous": "--rendezvous", "first-token": "--first-token"}
+MODES: Mapping[str, str] = {"rendezvous": "--rendezvous"}
 NIXL = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 DEFAULT_SYSTEMS = (
-    *("shm", "shm+rendezvous", "shm+first-token", "shm+rendezvous+first-token"),
-    *("tcp", "tcp+rendezvous", "tcp+rendezvous+first-token", "nixl", "nixl-push"),
+    *("shm", "shm+rendezvous"),
+    *("tcp", "tcp+rendezvous", "nixl", "nixl-push"),
 )
 
 
@@ -440,8 +440,7 @@ async def ask(
 ) -> list[float]:
     """Return when the first, the second and the last token of the answer arrived, in seconds since the request was sent.
 
-    A server that is busy may send several tokens at once, so they are at the time of the same event. The request does not ask
-    for token ids, which would tell them apart: a router cannot pass on the first token of vLLM's prefill node then.
+    A server that is busy may send several tokens at once, so they are at the time of the same event.
 
     Raises:
         RuntimeError: The request failed, or the answer has another number of tokens.

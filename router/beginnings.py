@@ -1,6 +1,6 @@
 """What the client has of an answer, so that another node can go on with it.
 
-Comes in: the first token of a prefill node, and the events of a decode node's stream with the ids of their tokens. Goes out: the
+Comes in: the events of a decode node's stream with the ids of their tokens. Goes out: the
 request to a decode node that goes on after them, and what turns its stream into the rest of the client's. Does no I/O.
 
 What must never break: no token is repeated, left out, or chosen by another model. Only answers are followed whose next token
@@ -94,10 +94,6 @@ class Beginning(ABC):
         """
 
     @abstractmethod
-    def repeat(self) -> None:
-        """Note that the events which follow come from a node that chooses all tokens itself, also those that are known."""
-
-    @abstractmethod
     def add(self, token_ids: Sequence[int], event: Event) -> None:
         """Take in an event of a node's stream, with the ids of its tokens."""
 
@@ -109,25 +105,12 @@ class Beginning(ABC):
 # -- which answers ---------------------------------------------------------------------------------
 
 
-def is_possible(body: Mapping[str, Any]) -> bool:
-    """Whether a prefill node of any kind may be asked for the first token of a request's answer.
-
-    The prefill node does not receive the fields about several answers and the least length, so it could not respect them.
-    """
-    return all(body.get(name) in allowed for name, allowed in _DECODE_ONLY.items())
-
-
-_DECODE_ONLY: Mapping[str, tuple[object, ...]] = {
+#: The values of fields that a reference node's answer may have if another node is to go on with it.
+_OF_REFERENCE: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "min_tokens": (None, 0),
 }
-
-
-def is_determined(body: Mapping[str, Any]) -> bool:
-    """Whether all that a reference node answers follows from the request and the tokens so far, and can be passed on in parts."""
-    is_known = body.get("temperature") == 0 or body.get("seed") is not None
-    return is_known and not _asks_for_scores(body) and not body.get("echo")
 
 
 def _asks_for_scores(body: Mapping[str, Any]) -> bool:
@@ -147,18 +130,18 @@ def _only_asks_for_usage(value: object) -> bool:
     return value is None or (isinstance(value, dict) and value.keys() <= {"include_usage"})
 
 
-#: The fields of a request whose answer can be stitched, and which of their values. Everything else may change a token by what was
-#: sampled before it, or asks for something that a chunk of one token does not contain.
-_STITCHABLE: Mapping[str, Callable[[object], bool]] = {
+#: The fields of a request to a server of vLLM whose stream another one can go on with, and which of their values. Everything else
+#: may change a token by what was sampled before it, or asks for something that a part of a stream does not contain.
+_FOLLOWED: Mapping[str, Callable[[object], bool]] = {
     "model": lambda value: True,
     "prompt": lambda value: True,
     "user": lambda value: True,
     "cache_salt": lambda value: True,
     "priority": lambda value: True,
-    # Greedy only: vLLM draws from a generator per request, which the decode node would start anew.
-    "temperature": lambda value: _is_number(value) and value == 0,
-    "seed": lambda value: True,
-    # None of these changes which token is the likeliest.
+    # A token that is drawn by chance may be drawn anywhere. With a seed a server would start its generator anew.
+    "temperature": lambda value: value is None or _is_number(value),
+    "seed": lambda value: value is None,
+    # None of these depends on the tokens before.
     "top_p": lambda value: True,
     "top_k": lambda value: True,
     "min_p": lambda value: True,
@@ -189,25 +172,6 @@ _STITCHABLE: Mapping[str, Callable[[object], bool]] = {
         _is_nothing,
     ),
 }
-_NEEDED = frozenset({"temperature", "max_tokens", "stream"})
-
-
-def is_stitchable(body: Mapping[str, Any], path: str) -> bool:
-    """Whether a request to servers of vLLM can be answered in two parts that are those of one server."""
-    return (
-        path == COMPLETIONS
-        and body.keys() >= _NEEDED
-        and all(name in _STITCHABLE and _STITCHABLE[name](value) for name, value in body.items())
-    )
-
-
-#: The fields of a request to a server of vLLM whose stream another one can go on with. A token that is drawn by chance may be
-#: drawn anywhere; with a seed a server would start its generator anew.
-_FOLLOWED: Mapping[str, Callable[[object], bool]] = {
-    **_STITCHABLE,
-    "temperature": lambda value: value is None or _is_number(value),
-    "seed": lambda value: value is None,
-}
 #: The same for chats. Other fields may change more than the prompt and the choice of tokens, such as a parser of the answer.
 _FOLLOWED_CHAT: Mapping[str, Callable[[object], bool]] = {
     **{name: holds for name, holds in _FOLLOWED.items() if name not in ("prompt", "suffix", "best_of")},
@@ -234,7 +198,8 @@ def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
     if not body.get("stream") or not node.continues_answers:
         return False
     if not node.vllm_max_model_len:
-        return is_possible(body) and not _asks_for_scores(body) and not body.get("echo")
+        is_one = all(body.get(name) in allowed for name, allowed in _OF_REFERENCE.items())
+        return is_one and not _asks_for_scores(body) and not body.get("echo")
     if body.get("model") is not None and body["model"] not in node.vllm_models:
         return False  # an adapter's; the node's identity does not include it
     followed = _FOLLOWED if path == COMPLETIONS else _FOLLOWED_CHAT
@@ -312,7 +277,6 @@ class ReferenceBeginning(Beginning):
     model: str
     token_ids: list[int] = field(default_factory=list)
     _num_prompt_tokens: int | None = None
-    _num_repeated: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -328,16 +292,10 @@ class ReferenceBeginning(Beginning):
         return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), CONTINUES: known}}
 
     def continued(self) -> Filter:
-        self._num_repeated = 0  # the node before may have been lost before it had repeated them
         return lambda event: (event,)
 
-    def repeat(self) -> None:
-        self._num_repeated = len(self.token_ids)
-
     def add(self, token_ids: Sequence[int], event: Event) -> None:
-        num_known = min(self._num_repeated, len(token_ids))
-        self._num_repeated -= num_known
-        self.token_ids += token_ids[num_known:]
+        self.token_ids += token_ids
         if b'"num_prompt_tokens"' in event.raw and isinstance(metrics := event.content.get("metrics"), dict):
             num = metrics.get("num_prompt_tokens")
             self._num_prompt_tokens = num if type(num) is int else None
@@ -360,7 +318,6 @@ class StitchedBeginning(Beginning):
         prompt: The token ids of the prompt.
         max_tokens: Length limit of the whole answer.
         token_ids: The tokens that another server is told.
-        first_text: Of a token that is known from the prefill node.
         chat: What all events of a chat begin with; empty: the answer is a completion.
     """
 
@@ -369,7 +326,6 @@ class StitchedBeginning(Beginning):
     prompt: tuple[int, ...]
     max_tokens: int
     token_ids: list[int] = field(default_factory=list)
-    first_text: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
     path: str | None = COMPLETIONS
     _is_plain: bool = True  # the answer has nothing but text
@@ -408,9 +364,6 @@ class StitchedBeginning(Beginning):
     def continued(self) -> Filter:
         self._later_ids, self._later_text = [], ""
         return _Rewriter(self.created, len(self.token_ids), self._sent_text, self.chat)
-
-    def repeat(self) -> None:
-        self.token_ids, self._sent_text = [], self.first_text
 
     def add(self, token_ids: Sequence[int], event: Event) -> None:
         choice = choice_of(event.content)

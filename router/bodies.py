@@ -8,7 +8,6 @@ from typing import Any
 from ..web.errors import bad_request
 from ..web.fields import Fields
 from .beginnings import Beginning
-from .first_tokens import wish_for
 
 #: Most prompts per request.
 MAX_PROMPTS = 256
@@ -22,8 +21,8 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_port": None,
 }
 
-#: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node whose token is not used
-#: does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
+#: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node,
+#: whose token is not used, does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
 #: because a prompt that lacked an unknown field could be another prompt, whose cache the decode node refuses. So `tools`,
 #: `tool_choice` and all that a chat template may read stay.
 _ONLY_FOR_SAMPLING = frozenset(
@@ -80,7 +79,6 @@ def prefill_body(
     *,
     wish: Mapping[str, Any] | None = None,
     answer: Mapping[str, Any] | None = None,
-    is_token_used: bool = True,
     is_vllm: bool = False,
 ) -> dict[str, Any]:
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
@@ -88,23 +86,17 @@ def prefill_body(
     Args:
         wish: More keys of `kv_transfer_params`.
         answer: The `kv_transfer_params` of the conversation's latest answer. The node loads from it what it lacks.
-        is_token_used: The token may become the answer's first one, so the node chooses it as the client wants it.
         is_vllm: The node is a server of vLLM.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
-    params = {**DO_REMOTE_DECODE, **(wish_for(body) if is_token_used else {}), **(wish or {})}
-    if not is_token_used:
-        left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
-        if is_vllm:
-            left_out |= _ABOUT_THE_PROMPT
-        elif body.get("echo"):
-            left_out -= _ABOUT_ECHO
-        # The likeliest token is the cheapest one.
-        result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
-    elif is_vllm:
-        result["return_token_ids"] = True
-        # The likeliest token does not depend on it, and vLLM on a CPU dies of a seeded prompt of several chunks.
-        result.pop("seed", None)
+    params = {**DO_REMOTE_DECODE, **(wish or {})}
+    left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
+    if is_vllm:
+        left_out |= _ABOUT_THE_PROMPT
+    elif body.get("echo"):
+        left_out -= _ABOUT_ECHO
+    # The likeliest token is the cheapest one.
+    result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
     if answer is not None:
         params |= {**answer, "do_remote_decode": True, "do_remote_prefill": True}
     result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}

@@ -11,7 +11,6 @@ settled once, and released unless a decode node has it. After the end no node is
 from __future__ import annotations
 
 import enum
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from ..web.json_body import object_of
 from ..web.sse import DONE, Event, Filter
 from .beginnings import Beginning, OtherTokenError, take_token_ids
 from .endings import Heard, says_engine_ended
-from .first_tokens import FirstToken
 from .moves import Stop, stop_of
 from .sessions import Answer, Conversation, take_offer
 
@@ -43,7 +41,6 @@ Fact = Literal[
     "prefill lost late",
     "alone",
     "without offer",
-    "other token",
     "answer moved",
     "answer stopped",
 ]
@@ -79,7 +76,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     ),
     State.PREFILLING: frozenset({State.DECODING, State.CONTINUING, State.ENDED}),
     State.RENDEZVOUS: frozenset({State.QUEUED, State.DECODING, State.ENDED}),
-    State.DECODING: frozenset({State.QUEUED, State.CONTINUING, State.MOVING, State.ENDED}),
+    State.DECODING: frozenset({State.QUEUED, State.MOVING, State.ENDED}),
     State.CONTINUING: frozenset({State.QUEUED, State.MOVING, State.ENDED}),
     State.MOVING: frozenset({State.QUEUED, State.CONTINUING, State.ENDED}),
     State.ENDED: frozenset(),
@@ -93,15 +90,11 @@ class Offer:
     Attributes:
         params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router made.
         name: Of the rendezvous; empty: it is none, and the prompt is computed.
-        first: The answer's first token, if the prefill node has sampled it for the client. Otherwise None.
-        headers: Of the prefill node's answer.
     """
 
     node: UpstreamNode
     params: Mapping[str, Any]
     name: str = ""
-    first: FirstToken | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +247,9 @@ class Begin(Action):
 
 @dataclass(frozen=True, slots=True)
 class Send(Action):
-    """Send events to the client. `is_first`: they are the prefill node's token."""
+    """Send events to the client."""
 
     events: Sequence[Event]
-    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +334,9 @@ class Exchange:
         self._heard = Heard(self._num_choices)  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
         self._has_answer = False  # the prefill node was asked to load an earlier answer
-        self._has_begun = False
         self._has_kept = False
         self._result: Result | None = None  # of the offer; None while it is open
         self._error = ""  # why the load of the offer failed
-        self._first: FirstToken | None = None  # that the client has from a prefill node
         self._after: Beginning | None = None  # that the decode node was asked to go on after
         self._change: Filter = _unchanged
 
@@ -427,29 +417,13 @@ class Exchange:
 
     # -- what comes of a prefill ---------------------------------------------------------------------
 
-    def prefill_answered(self, offer: Offer | None, *, is_answer: bool = False) -> Actions:
-        """Go on with a prompt that is computed.
-
-        Args:
-            offer: None if the node made none.
-            is_answer: Its first token is the whole answer, and a decode node would have given the same.
-        """
+    def prefill_answered(self, offer: Offer | None) -> Actions:
+        """Go on with a prompt that is computed. The offer is None if the node made none."""
         self._prefill_runs = False
-        first = None if offer is None else offer.first
-        if self.state is State.RENDEZVOUS:
-            can_pass = self.is_stream and self.beginning is None and first is not None and not first.is_all
-            # The decode node ends an answer of one token itself.
-            if offer is not None and first is not None and can_pass and self._continues(first):
-                return self._pass(first, offer)
-            return []
         if self.state is not State.PREFILLING:
-            return []  # the decode node has all of it, or nobody needs it any more
+            return []  # the decode node was asked before, or nobody needs it any more
         self.offer = offer
-        if offer is None:
-            return [ChooseDecode()]
-        if first is not None and is_answer and self.beginning is None:
-            return [Opened(offer), *self._end_with(first, offer)]
-        return [Opened(offer), ChooseDecode()]
+        return [ChooseDecode()] if offer is None else [Opened(offer), ChooseDecode()]
 
     def prefill_lost(self, error: Exception, *, is_lost: bool = False) -> Actions:
         """Go on without a prefill node that failed; another one may succeed.
@@ -495,18 +469,10 @@ class Exchange:
     # -- what comes of a decode ----------------------------------------------------------------------
 
     def decode_chosen(self, node: UpstreamNode) -> Actions:
-        """Ask a decode node, and let the client have the first token before it answers."""
-        offer, passing = self.offer, Actions()
-        self.decode = node
-        after, first = self.beginning, None if offer is None else offer.first
-        # Nothing follows a token that is the whole answer. Such an answer ends before a decode node is chosen, unless no node was known
-        # to give the same. This one may have said so only since then: let it give the answer.
-        can_pass = first is not None and not first.is_all and self._continues(first)
-        if after is None and offer is not None and first is not None and can_pass:
-            passing = self._pass(first, offer) if self.is_stream else []
-            after = self.beginning or first.beginning()
-        self._move(State.DECODING if after is None else State.CONTINUING)
-        return [*passing, self._ask_decode(node, None if offer is None else offer.params, after)]
+        """Ask a decode node, which goes on after what the client has."""
+        self._move(State.DECODING if self.beginning is None else State.CONTINUING)
+        params = None if self.offer is None else self.offer.params
+        return [self._ask_decode(node, params, self.beginning)]
 
     def no_decode_node(self, error: ApiError) -> Actions:
         """End: no decode node can take the request. One that has stopped the answer may take it back."""
@@ -523,11 +489,6 @@ class Exchange:
         self._decode_runs = False
         if self._is_one_too_many(error, is_lost):
             return self._give_up(Note("decode lost", error))
-        return self._without_answer(error)
-
-    def _without_answer(self, error: Exception) -> Actions:
-        # In a rendezvous a node chooses the first token, so it cannot continue after one that the client has.
-        self.may_ask_both = self.may_ask_both and self.beginning is None
         return self._again(Note("decode lost", error))
 
     def decode_answered(self, begun: Begun) -> Actions:
@@ -541,7 +502,7 @@ class Exchange:
         # A node that has answered nothing says nothing of the offer.
         actions = self._settle("unanswered" if objection and begun.result == "unknown" else begun.result)
         if objection:
-            return [*actions, self._gave_up(objection), *self._without_answer(_lost(objection))]
+            return [*actions, self._gave_up(objection), *self._again(Note("decode lost", _lost(objection)))]
         if self.state is State.RENDEZVOUS:
             self._move(State.DECODING)
         has_failed = begun.is_stream or begun.status >= 500
@@ -557,13 +518,9 @@ class Exchange:
             actions += self._keep(params)
             headers.setdefault("Content-Type", "application/json")
             return [*actions, *self._end(SendWhole(begun.status, headers, payload))]
-        if self.beginning is not None and self._after is not None:
+        if self.beginning is not None:
             self._change = self.beginning.continued()
-        elif self.beginning is not None and self._first is not None:
-            self.beginning.repeat()
-            self._change = self._first.removed()
         else:
-            self._has_begun = True
             actions.append(Begin(begun.status, {**headers, "Cache-Control": "no-cache"}))
             self.beginning = begun.beginning
         return actions + self.events_arrived(begun.events)
@@ -587,7 +544,9 @@ class Exchange:
                 sent += () if passed is None else (event,) if event.is_comment else self._change(passed)
             except OtherTokenError:
                 unused = (each for each in actions if isinstance(each, Keep) and each.params)
-                return self._other_token([Release(Offer(each.node, each.params or {})) for each in unused])
+                releases = [Release(Offer(each.node, each.params or {})) for each in unused]
+                # The node did not choose its last tokens once more, so nothing true can follow them.
+                return [*releases, *self._fail(_lost("another node chose other tokens", "in the middle"))]
             if self.beginning is not None:
                 self.beginning.add(token_ids, event)
             self._heard.add(event)
@@ -660,7 +619,7 @@ class Exchange:
             return self._fail(error)
         if self._is_one_too_many(error, is_lost):
             return self._give_up(Note("decode lost", error))
-        # In a rendezvous a node chooses the first token itself.
+        # In a rendezvous a node chooses all tokens itself.
         self.may_ask_both = False
         return self._again(Note("answer moved", error))
 
@@ -737,23 +696,6 @@ class Exchange:
         self._move(State.ENDED)
         return [*self._close(), EndDecode(), last, *patience]
 
-    def _end_with(self, first: FirstToken, offer: Offer) -> Actions:
-        """End with an answer of one token. No node will load the offer."""
-        self.offer = offer
-        actions = self._drop()
-        self._move(State.ENDED)
-        if first.whole is None:
-            self.is_complete = True
-            return [*actions, *self._begin(first, offer), Send([DONE]), End()]
-        headers = {
-            "X-Request-Id": offer.headers.get("X-Request-Id", self.request_id),
-            "X-KV-Transfer": "none",
-        }
-        return [
-            *actions,
-            SendWhole(200, {**headers, "Content-Type": "application/json"}, json.dumps(first.whole).encode()),
-        ]
-
     def _again(self, note: Note) -> Actions:
         actions = self._drop()
         self._move(State.QUEUED)
@@ -819,43 +761,13 @@ class Exchange:
     @property
     def _goes_on(self) -> bool:
         """Whether the present node was asked to go on with what the client has."""
-        return self.beginning is not None and self._after is not None
+        return self._after is not None
 
     # -- the client ----------------------------------------------------------------------------------
 
     @property
     def _own_headers(self) -> Mapping[str, str]:
         return {PLACEMENT_HEADER: self.placement} if self.placement else {}
-
-    def _continues(self, first: FirstToken) -> bool:
-        return self.decode is not None and first.beginning().can_continue_at(self.decode.abilities)
-
-    def _pass(self, first: FirstToken, offer: Offer) -> Actions:
-        self._first, self.beginning = first, first.beginning()
-        return self._begin(first, offer)
-
-    def _begin(self, first: FirstToken, offer: Offer) -> Actions:
-        self._has_begun = True
-        known = {name: offer.headers[name] for name in ("X-Request-Id",) if name in offer.headers}
-        headers = {
-            **known,
-            **self._own_headers,
-            "Content-Type": "text/event-stream",
-            "Cache-Control": "no-cache",
-        }
-        return [Begin(200, headers), Send(first.events, is_first=True)]
-
-    def _other_token(self, releases: Actions) -> Actions:
-        """Ask again: two logits were almost equal. What the client has seen stays, and the node has the prompt by now."""
-        assert self.decode is not None, "it has answered"
-        if self._first is None or self._after is not None:
-            # A node that goes on with an answer did not choose its last tokens once more, so nothing true can follow them.
-            message = "the answer was lost in the middle: another node chose other tokens"
-            return [*releases, *self._fail(ApiError(502, message, kind="server_error"))]
-        self.beginning = self._first.beginning()
-        self._move(State.CONTINUING)
-        asked = self._ask_decode(self.decode, None, self.beginning)
-        return [Note("other token"), *releases, EndDecode(), asked]
 
     def _keep(self, params: Mapping[str, Any] | None) -> Actions:
         # Before the client has the events: it may take its next turn as soon as it has read the last one.

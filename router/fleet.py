@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -23,13 +24,14 @@ from .placement import (
 )
 from .prefixes import Prefixes
 from .states import Occupancy
-from .ways import size_in_tokens
 
 Mode = Literal["auto", "never", "always"]
 #: Nodes, and pairs of nodes, that are remembered. A request that ends after its node has gone would keep that one for ever.
 MAX_NODES = MAX_PAIRS = 4096
 #: A client may write any number as the limit of an answer.
 MAX_ANSWER_TOKENS = 1_000_000
+#: Of text in most languages.
+BYTES_PER_TOKEN = 4
 
 
 class Fleet:
@@ -207,3 +209,11 @@ class Progress:
         """Take all of the request out of the loads."""
         self.prompt_ended(is_computed=False)
         self.answer_ended()
+
+
+def size_in_tokens(body: Mapping[str, Any]) -> int:
+    """Return about how many tokens a prompt has."""
+    prompt = body.get("messages") or body.get("prompt") or ""
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return len(prompt)
+    return len(json.dumps(prompt, ensure_ascii=False).encode()) // BYTES_PER_TOKEN

@@ -209,14 +209,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "computed; off asks one after the other (default: %(default)s)",
     )
     group.add_argument(
-        "--first-token",
-        choices=("auto", "off"),
-        default="auto",
-        help="who streams an answer's first token: auto sends it as soon as the prefill node has it, where nodes and request make "
-        "the answer provably that of a single node, and the rest comes from the decode node; off leaves it to the decode node "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
         "--continue-answers",
         choices=("auto", "off"),
         default="auto",
@@ -260,9 +252,7 @@ def _run(options: argparse.Namespace) -> None:
     node_access = _node_access(options, pools)
     router = Router(
         *pools,
-        options=Options(
-            options.rendezvous == "auto", options.first_token == "auto", options.continue_answers == "auto"
-        ),
+        options=Options(options.rendezvous == "auto", options.continue_answers == "auto"),
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,

@@ -23,7 +23,6 @@ from ..connector.stats import export_build_info
 from .exchange import Source
 from .handoffs import RESULTS, Handoffs
 from .latencies import SLOT_S, Latencies
-from .membership import ROLES, Role
 from .nodes import UpstreamNode
 from .states import NodeState
 
@@ -32,7 +31,7 @@ FIRST_PIECE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 #: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that gave the piece.
-NotePiece = Callable[[Source, Role], None]
+NotePiece = Callable[[Source], None]
 
 #: What became of the answers that decode nodes offered.
 ANSWER_RESULTS = ("loaded", "failed", "none", "unknown", "unused")
@@ -71,14 +70,13 @@ class RouterMetrics:
             "kvferry_router_time_to_first_token_seconds",
             "Time from a streamed request's arrival to the first piece of its answer, by the way of the prompt's cache (rendezvous: both "
             "nodes were asked at once; in_turn: the decode node was asked after the prefill node; without_offer: the prefill node offered "
-            "none; alone: without a prefill node) and by the node that gave the token",
-            ["way", "first_token"],
+            "none; alone: without a prefill node)",
+            ["way"],
             registry=self._registry,
             buckets=FIRST_PIECE_BUCKETS,
         )
         for way in get_args(Source):
-            for role in ROLES:
-                self._first_piece.labels(way, role)
+            self._first_piece.labels(way)
         self._latencies = {"first": Latencies(), "next": Latencies()}
         export_build_info(partial(Gauge, registry=self._registry))
         ProcessCollector(registry=self._registry)
@@ -106,11 +104,6 @@ class RouterMetrics:
             "Requests sent to a prefill and a decode node at once",
             registry=self._registry,
         )
-        self.first_tokens = Counter(
-            "kvferry_router_first_tokens_total",
-            "Answers whose first token the client received from the prefill node",
-            registry=self._registry,
-        )
         self.placements = Counter(
             "kvferry_router_placements_total",
             "Requests for which the router chose where the prompt is computed: local, at the node that answers; handover, elsewhere",
@@ -127,11 +120,6 @@ class RouterMetrics:
         self.stopped_answers = Counter(
             "kvferry_router_stopped_answers_total",
             "Streamed answers that their draining node has stopped, so that another one goes on with them",
-            registry=self._registry,
-        )
-        self.other_first_tokens = Counter(
-            "kvferry_router_other_first_tokens_total",
-            "Streams whose decode node had chosen another first token than the client has, and was asked again to continue after that",
             registry=self._registry,
         )
         self.answers = Counter(
@@ -167,11 +155,11 @@ class RouterMetrics:
         """
         latest: float | None = None
 
-        def note_piece(way: Source, role: Role) -> None:
+        def note_piece(way: Source) -> None:
             nonlocal latest
             now = time.monotonic()
             if latest is None:
-                self._first_piece.labels(way, role).observe(now - arrived_s)
+                self._first_piece.labels(way).observe(now - arrived_s)
                 self._latencies["first"].note(now - arrived_s)
             else:
                 self._inter_piece.observe(now - latest)

@@ -31,7 +31,6 @@ from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
 from .endings import choices_of, objection_to, says_engine_ended
 from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
-from .first_tokens import first_token_of
 from .fleet import Fleet, Progress
 from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
 from .membership import Role
@@ -42,7 +41,7 @@ from .reading import NodeAnswer
 from .sessions import Answer, Conversation, Sessions
 from .states import NodeState
 from .timelines import Timeline
-from .ways import Chooser, Facts, Options, chooser_of, named_offer
+from .ways import Facts, Options, named_offer
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ class Performance:
         request: web.Request,
         timeline: Timeline,
         queue: Span = NO_SPAN,
-        note_piece: NotePiece = lambda way, role: None,
+        note_piece: NotePiece = lambda way: None,
     ) -> None:
         self._services = services
         self._exchange = exchange
@@ -233,7 +232,6 @@ class Performance:
         await self._do_all(actions)
         while self._calls:
             await asyncio.wait(self._calls.values(), return_when=asyncio.FIRST_COMPLETED)
-            # If both have ended, the client gets the prefill node's token first.
             for role in ("prefill", "decode"):
                 if (call := self._calls.get(role)) is not None and call.done():
                     del self._calls[role]
@@ -303,8 +301,8 @@ class Performance:
                 return await self._await_prefill()
             case does.Begin(status, headers):
                 await self._begin(status, headers)
-            case does.Send(events, is_first):
-                await self._send(events, is_first=is_first)
+            case does.Send(events):
+                await self._send(events)
             case does.SendWhole(status, headers, payload):
                 self._whole = web.Response(body=payload, status=status, headers=headers)
             case does.End():
@@ -352,11 +350,6 @@ class Performance:
             case "without offer" if node is not None:
                 logger.warning("%s: no KV cache was offered; %s computes the prompt", request_id, node.url)
                 metrics.without_handoff.inc()
-            case "other token" if node is not None:
-                # Two logits were almost equal.
-                text = "%s: %s chose another first token than the prefill node; asking it to continue after that one"
-                logger.info(text, request_id, node.url)
-                metrics.other_first_tokens.inc()
             case "answer moved":
                 beginning = self._exchange.beginning
                 num_tokens = 0 if beginning is None else beginning.num_tokens
@@ -386,7 +379,7 @@ class Performance:
     def _facts(self, prefill: UpstreamNode | None, decode: UpstreamNode | None = None) -> Facts:
         exchange = self._exchange
         conditions = exchange.may_ask_both, exchange.conversation.has_answer
-        return Facts(self._services.options, exchange.path, exchange.body, *conditions, prefill, decode)
+        return Facts(self._services.options, exchange.body, *conditions, prefill, decode)
 
     async def _place(self) -> Actions:
         exchange, services = self._exchange, self._services
@@ -478,8 +471,6 @@ class Performance:
                     exchange.body,
                     wish=action.wish or {RELEASE_AS: name},
                     answer=None if action.answer is None else action.answer.params,
-                    is_token_used=exchange.beginning is None
-                    and chooser_of(self._facts(node)) is Chooser.PREFILL,
                     is_vllm=node.abilities.vllm_max_model_len > 0,
                 )
                 self._timeline.prefill_sent(node.url)
@@ -519,15 +510,7 @@ class Performance:
         if params is None:
             logger.debug("%s: %s offered no KV cache", exchange.request_id, node.url)
             return partial(exchange.prefill_answered, None)
-        is_passed = services.options.first_token
-        first = first_token_of(exchange.body, exchange.path, result) if is_passed else None
-        offer = Offer(node, params, "", first, answer.headers)
-        if first is None or not first.is_all:
-            return partial(exchange.prefill_answered, offer)
-        # No decode node is asked for an answer of one token that it would have given too.
-        beginning, nodes = first.beginning(), services.decode_pool.nodes
-        ends = any(beginning.can_continue_at(each.abilities) for each in nodes)
-        return partial(exchange.prefill_answered, offer, is_answer=ends)
+        return partial(exchange.prefill_answered, Offer(node, params))
 
     async def _await_prefill(self) -> Actions:
         if (call := self._calls.get("prefill")) is None:
@@ -668,16 +651,10 @@ class Performance:
         await stream.prepare(self._request)
         self._stream = stream
 
-    async def _send(self, events: Sequence[Event], *, is_first: bool) -> None:
-        self._note_events(is_first=is_first)
+    async def _send(self, events: Sequence[Event]) -> None:
+        self._note_piece(self._exchange.source)
         self._timeline.pieces_sent(len(events))
         await self._write(events)
-
-    def _note_events(self, *, is_first: bool) -> None:
-        self._note_piece(self._exchange.source, "prefill" if is_first else "decode")
-        if is_first:
-            self._timeline.first_token_sent()
-            self._services.metrics.first_tokens.inc()
 
     async def _write(self, events: Sequence[Event]) -> None:
         assert self._stream is not None, "begun before"

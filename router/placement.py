@@ -583,16 +583,15 @@ def _rated(
     step_s = decode.step.at(decode.num_answers + 1)
     is_local = prefill is decode
     handover_s = 0.0 if is_local else HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
-    # Computing a prompt gives the first token. After a handover, the decode node takes a step for it.
-    ttft_s = wait_s + prompt_s + handover_s + (0.0 if is_local else step_s)
+    # Computing a prompt gives the first token. After a handover, the decode node takes a step for it, as soon as its present one ends.
+    ttft_s = wait_s + prompt_s + handover_s + (0.0 if is_local else 1.5 * step_s)
     # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts of its own node.
     others_s = prefill.num_answers * prompt_s
     pause_s = 0.0 if is_local else max(0.0, decode.wait_s(now) - ttft_s)
     num_steps = ask.num_steps
     ttft_limit_s, itl_limit_s = limits.ttft_s, limits.itl_s
     late = chance_to_miss(ttft_s, ttft_limit_s)
-    # The client may have the first token from the prefill node, and then waits for the handover between it and the second.
-    spare_s = (num_steps - 1) * (itl_limit_s - step_s) - pause_s - handover_s
+    spare_s = (num_steps - 1) * (itl_limit_s - step_s) - pause_s
     if ask.is_stream and num_steps > 1:
         rate, next_s = decode.to_come(now)
         # Prompts that come while this one waits or is computed are computed right after it, that is, during its answer.

@@ -223,10 +223,6 @@ class Timeline:
         includes = () if kind == "lost" else includes
         self._former.append(Part(kind, former.node, former.sent_s, ended_s - former.sent_s, includes))
 
-    def first_token_sent(self) -> None:
-        """Note that the client receives the first token from the prefill node."""
-        self._first_sent_s = self._now_s()
-
     def pieces_sent(self, num: int) -> None:
         """Note pieces of a streamed answer that the client receives together. Usually each is a token."""
         now_s = self._now_s()

@@ -143,8 +143,6 @@ class FleetSimulation:
     Args:
         way: Chooses the nodes.
         fleet: The router's, which chooses instead. Its clock must be `clock`.
-        first_token_passes: The client receives the first token from the node that has computed the prompt, and the others after
-            the handover; otherwise it waits for that with all of them.
     """
 
     def __init__(
@@ -153,8 +151,6 @@ class FleetSimulation:
         costs: Sequence[Costs],
         way: Way | None = None,
         fleet: Callable[[Callable[[], float]], Fleet] | None = None,
-        *,
-        first_token_passes: bool = True,
     ) -> None:
         self.now = 0.0
         self.arrivals = arrivals
@@ -163,7 +159,6 @@ class FleetSimulation:
         self.outcomes: dict[int, Outcome] = {}
         self.chosen: Chosen = {}
         self._way = way
-        self._first_token_passes = first_token_passes
         self._fleet = None if fleet is None else fleet(lambda: self.now)
         self._in_flight = [0] * len(costs)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -244,11 +239,6 @@ class FleetSimulation:
                 self._token(job)
                 continue
             self._in_flight[where] -= 1
-            if self._first_token_passes:
-                self._token(job)
-                if not job.num_to_come:
-                    self._handed_over(job)
-                    continue
             self._wait(job.decode, job)
         self._start(where)
 

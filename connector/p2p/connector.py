@@ -49,10 +49,7 @@ class PeerToPeerConnector(KVConnectorBase):
         super().__init__(config, role, kv_cache_config)
 
     def make_scheduler_half(self) -> HandoffScheduler:
-        chunk_tokens = self.config.scheduler.max_num_batched_tokens
-        return HandoffScheduler(
-            self.kv_transfer_config, self.kv_cache_config, self._options, chunk_tokens=chunk_tokens
-        )
+        return HandoffScheduler(self.kv_transfer_config, self.kv_cache_config, self._options)
 
     def make_worker_half(self) -> HandoffWorker:
         options = self._options

@@ -17,10 +17,9 @@ the same node, with `"answer_of"` and the request id of the streamed one; its pa
 
 Likewise `"describe": true` asks a node what it is. Its answer's params have its `kv_role`, `load_failure_policy` and
 `protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of which that is the
-digest. `"explain": ID` asks a node inside vLLM when it did what for the request with this id; its answer's params have `spans`.
-Each offer of such a node has the digest as well, unless the request has an adapter. If the prompt for a decode node
-ends with the first token of the answer, the router sends the digest of the node that chose this token, as
+digest. If the prompt for a decode node ends with tokens of the answer, the router sends the digest of the node that chose them, as
 `"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
+`"explain": ID` asks a node inside vLLM when it did what for the request with this id; its answer's params have `spans`.
 
 A router that hangs up on a prefill node does not know whether the node has made the offer, nor what it is. So it may send
 `"release_as": NAME` with `"do_remote_decode": true`, where NAME is 32 hexadecimal digits that nothing can guess. Another request with
@@ -41,7 +40,7 @@ A node that publishes the events of its prefix cache with ZeroMQ adds `"kv_event
 In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
 it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `rendezvous_params` makes to the
 decode node. A prefill node that can do this says so in its description and in each answer, by `"rendezvous_supported": true`, and
-where it can be reached. It also says how many tokens of a prompt it computes in one step (`prefill_chunk_tokens`): a shorter prompt has nothing to offer early.
+where it can be reached.
 
 The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router reaches without
 HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not fail a request.
@@ -83,7 +82,7 @@ RELEASE_AS = "release_as"
 IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
 #: Of these fields, a server's limits on an answer's tokens: where the request has none, and in any case. 0: none.
 DEFAULT_MAX_TOKENS, MOST_TOKENS = "default_max_tokens", "most_tokens"
-#: Key of the first token of an answer, after which a decode node is to continue.
+#: Key of the tokens of an answer, after which a decode node is to continue.
 CONTINUES = "continues"
 #: Key of the name by which a running answer can be moved, inside `CONTINUES`, and of the request to move it.
 MOVE_AS, MOVE = "move_as", "move"
@@ -91,7 +90,7 @@ MOVE_AS, MOVE = "move_as", "move"
 MOVED: Final = "moved"
 #: Inside vLLM such an answer's `stop_reason` begins with this. The offer's params follow, as JSON; null: there is no offer.
 STOPPED_TO_MOVE = "kvferry moved the answer: "
-#: The `stop_reason` of vLLM's answer begins with this if the node refused to continue after another node's first token.
+#: The `stop_reason` of vLLM's answer begins with this if the node refused to continue another node's answer.
 REFUSED_TO_CONTINUE = "kvferry refused to continue: "
 #: Key of where a node publishes what its prefix cache stores and removes, in its description.
 KV_EVENTS = "kv_events"
@@ -99,8 +98,6 @@ KV_EVENTS = "kv_events"
 LOAD_ERROR = "load_error"
 #: Key of a request whose spans a vLLM node is to tell, and of these spans in the params of the answer.
 EXPLAIN, SPANS = "explain", "spans"
-#: Key of the most tokens of a prompt that a prefill node computes in one step.
-PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
 
 #: Most loads of one offer.
 MAX_LOADS: Final = 64
@@ -355,13 +352,11 @@ def place_params(
     addresses: Sequence[str],
     *,
     has_rendezvous: bool = False,
-    chunk_tokens: int = 0,
 ) -> dict[str, Any]:
     """Return where a node can be reached, in JSON's types.
 
     Args:
         has_rendezvous: Whether a router may name the node's next offers in advance.
-        chunk_tokens: The most tokens of a prompt that the node computes in one step; 0: unknown.
     """
     return {
         "remote_engine_id": engine_id,
@@ -369,7 +364,6 @@ def place_params(
         "remote_addresses": list(addresses),
         "tp_size": len(addresses),
         **({RENDEZVOUS_SUPPORTED: True} if has_rendezvous else {}),
-        **({PREFILL_CHUNK_TOKENS: chunk_tokens} if chunk_tokens else {}),
     }
 
 
@@ -392,12 +386,6 @@ def rendezvous_params(name: str, told: Mapping[str, Any]) -> dict[str, Any] | No
     except InvalidTransferParamsError:
         return None
     return params
-
-
-def prefill_chunk_of(told: Mapping[str, Any]) -> int:
-    """Return the most tokens of a prompt that a prefill node computes in one step, as `rendezvous_params`; 0: unknown."""
-    chunk = told.get(PREFILL_CHUNK_TOKENS)
-    return chunk if type(chunk) is int else 0
 
 
 def draw_offer_name() -> str:

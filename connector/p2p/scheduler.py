@@ -167,7 +167,6 @@ class HandoffScheduler(SchedulerHalf):
 
     Args:
         options: Its `offer_answer` and `answer_pool_percent` count here.
-        chunk_tokens: The most tokens of a prompt that the engine computes in one step, for routers; 0: unknown.
     """
 
     def __init__(
@@ -175,14 +174,11 @@ class HandoffScheduler(SchedulerHalf):
         config: KVTransferConfig,
         kv_cache_config: KVCacheConfig,
         options: ConnectorOptions | None = None,
-        *,
-        chunk_tokens: int = 0,
     ) -> None:
         options = options or ConnectorOptions()
         #: Whether what this node computed may be offered. While it may not, requests end without an offer.
         self.may_offer = True
         self._config = config
-        self._chunk_tokens = chunk_tokens
         self._offers_answers = options.offer_answer
         self._answer_lease_s = options.handoff.answer_lease_s
         self._max_answer_blocks = kv_cache_config.num_blocks * options.answer_pool_percent // 100
@@ -705,7 +701,6 @@ class HandoffScheduler(SchedulerHalf):
             self._workers[0].epoch,
             [worker.address for worker in self._workers],
             has_rendezvous=may_name_offers,
-            chunk_tokens=self._chunk_tokens,
         )
 
     def _name_offer(self, request: ConnectorRequest, lease: int, tables: BlockTables) -> RemoteOffer:

@@ -282,8 +282,7 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     has_own_address = getattr(parallel, "data_parallel_size", 1) == 1 or getattr(
         parallel, "data_parallel_external_lb", False
     )
-    chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    half = HandoffScheduler(transfer, pool, options, chunk_tokens=chunk_tokens)
+    half = HandoffScheduler(transfer, pool, options)
     served = tuple(served_groups(config, vllm_config))
     specs = (group.kv_cache_spec for group in pool.kv_cache_groups)
     windows = WindowBlocks(dict(zip(served, specs, strict=True)))

@@ -146,7 +146,7 @@ def _end_at_once(request: Any, identity: str) -> None:
     request.sampling_params = sampling = copy(request.sampling_params)
     sampling.stop_token_ids, sampling._eos_token_id, sampling.min_tokens = [], None, 0
     request.stop_reason = (
-        f"{REFUSED_TO_CONTINUE}the answer's first token is that of a node with another model; this node is "
+        f"{REFUSED_TO_CONTINUE}the answer is that of a node with another model; this node is "
         f"{identity[:16] or 'not known'}"
     )
     logger.warning("request %r: %s", request.request_id, request.stop_reason)
@@ -276,7 +276,7 @@ class SchedulerSide:
     def identity(self) -> str:
         """Digest of what decides this node's answers now. Empty: it is not known, or not enough to continue an answer.
 
-        Then the node neither lets a router pass on the first token of an answer, nor continues after another node's.
+        Then no node continues another one's answers.
         """
         if not self._fields or not self._can_continue:
             return ""
@@ -495,7 +495,7 @@ class SchedulerSide:
         if is_moved:
             # vLLM puts no params into a stream.
             request.stop_reason = STOPPED_TO_MOVE + json.dumps(params)
-        completed = None if params is None else self._completed(request, params)
+        completed = None if params is None else self._completed(params)
         if why := self._load_errors.pop(request.request_id, ""):
             completed = {**(completed or {}), LOAD_ERROR: why}
         self._spans.finished(request, ours.finish_reason or "")
@@ -504,23 +504,21 @@ class SchedulerSide:
             completed = {**(completed or {}), SPANS: asdict(found)}
         return keeps, completed
 
-    def _completed(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+    def _completed(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the params of an answer with what only this side knows."""
         params = dict(params)
         if not self._can_meet:
             params.pop(RENDEZVOUS_SUPPORTED, None)
-        is_description = "kv_role" in params
-        if is_description:
+        if "kv_role" in params:  # a description
             params[IDENTITY_FIELDS] = {**self._fields, **self._answer_fields}
             if self._publisher:
                 params[KV_EVENTS] = self._publisher
-        # The first token of an adapter's answer is the adapter's, and two nodes may have two adapters of one name.
-        if (identity := self.identity) and (is_description or request.lora_request is None):
-            params[IDENTITY] = identity
+            if identity := self.identity:
+                params[IDENTITY] = identity
         return params
 
     def _may_continue(self, request: Any, identity: str) -> bool:
-        """Say whether this node may continue an answer whose first token a node with this identity chose."""
+        """Say whether this node may continue an answer whose tokens a node with this identity chose."""
         return identity == self.identity and request.lora_request is None
 
     def _stop(self, name: str) -> None:

@@ -18,8 +18,8 @@ MAX_PROMPT_CHARS = 24
 class Way(enum.Enum):
     """How the router sends a request through the pair.
 
-    `DEFAULT` is what the router does without options: the client receives the first token from the prefill node, and a prompt of
-    several chunks crosses while it is computed. `IN_TURN` asks one node after the other, and the decode node chooses every token.
+    `DEFAULT` is what the router does without options: a prompt of several chunks crosses while it is computed. `IN_TURN` asks one
+    node after the other.
     """
 
     DEFAULT = "default"
@@ -28,7 +28,7 @@ class Way(enum.Enum):
     @property
     def router_arguments(self) -> tuple[str, ...]:
         """Options of a router that goes this way."""
-        return () if self is Way.DEFAULT else ("--rendezvous", "off", "--first-token", "off")
+        return () if self is Way.DEFAULT else ("--rendezvous", "off")
 
 
 @dataclass(frozen=True)

@@ -160,13 +160,9 @@ def _ask_pair(
     for way, router in routers.items():
         display: Display
         if way is Way.DEFAULT:
-            say(
-                "\nasking the pair in the router's default way: first token from the prefill node, prompts chunk by chunk"
-            )
+            say("\nasking the pair in the router's default way: prompts chunk by chunk")
         if answers:
-            say(
-                "\nto compare, asking the pair again: one node after the other, all tokens from the decode node"
-            )
+            say("\nto compare, asking the pair again: one node after the other")
             display = Whole(way.value, len(options.prompts), is_silent=True)
         elif options.concurrency == 1:
             display = Streaming()

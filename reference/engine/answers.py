@@ -38,7 +38,6 @@ class Answer:
         self._matcher = StopMatcher(sampling.stop)
         self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._max_output_tokens = min(sampling.max_tokens, max_model_len - request.num_prompt_tokens)
-        self._is_unfinished = False
         self._known_text: str | None = None
         if known := request.source.known_token_ids:
             # One after the other, so that what is held back here is what the other node held back.
@@ -61,10 +60,6 @@ class Answer:
         token_id = self.request.all_token_ids[-1]
         text = self._matcher.push(self._detokenizer.push(token_id))
         reason = self._reason_to_end(token_id)
-        if reason is None and self.request.source.continues_elsewhere:
-            # Keep the text as it is: the other node returns what is held back here.
-            self._is_unfinished = True
-            return text, "length"
         if reason is None:
             # The other node holds back the same text.
             return text, MOVED if self.is_to_move else None
@@ -93,8 +88,7 @@ class Answer:
     ) -> RequestOutput:
         """Return the last output of an answer that ends with its newest token."""
         newest = (self.request.all_token_ids[-1],)
-        output = self._output(newest, text, reason, "", kv_transfer_params)
-        return replace(output, is_unfinished=self._is_unfinished)
+        return self._output(newest, text, reason, "", kv_transfer_params)
 
     def cut_off(self, reason: FinishReason, error: str = "") -> RequestOutput:
         """Return the last output of an answer that is ended from outside. It has no new token."""

@@ -147,11 +147,6 @@ class Engine:
         publisher = self._started().parts.publisher
         return publisher.port if publisher else 0
 
-    @property
-    def samples_after_whole_prompt(self) -> bool:
-        """Whether a prefill's token is the answer's first one. With recurrent layers it leaves out the prompt's last token."""
-        return not self._started().parts.config.model.recurrent_layers
-
     def _started(self) -> EngineCore:
         if self._core is None:
             raise EngineDeadError("the engine was not started")

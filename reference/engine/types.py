@@ -106,7 +106,6 @@ class GenerationRequest:
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
         lora_name: The adapter that the request uses; empty for none.
         items: In the order of their offsets, without overlap.
-        continues_elsewhere: End the request after its first token, also if the answer is longer. Another node continues it.
         known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
         move_as: The name by which `Engine.move` finds the request; empty: it stays here.
     """
@@ -118,7 +117,6 @@ class GenerationRequest:
     cache_salt: str = ""
     lora_name: str = ""
     items: tuple[PromptItem, ...] = ()
-    continues_elsewhere: bool = False
     known_token_ids: tuple[int, ...] = ()
     move_as: str = ""
 
@@ -187,7 +185,6 @@ class RequestOutput:
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
         prompt_logprobs: With the first token if the request has `num_prompt_logprobs`: one entry for each token of the
             prompt but the first.
-        is_unfinished: The request ends here with `finish_reason` `"length"`, but another node continues its answer.
         is_known: The piece is the request's `known_token_ids`, which the client has already.
     """
 
@@ -201,7 +198,6 @@ class RequestOutput:
     next_token: NextToken | None = None
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    is_unfinished: bool = False
     is_known: bool = False
 
 

@@ -38,7 +38,7 @@ from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, Logprobs, RequestOutput
 from .fan_out import Piece, pieces_of
-from .first_token import FIRST_TOKEN, KnownAnswer, passed_on
+from .known_answer import KnownAnswer
 from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
@@ -209,7 +209,7 @@ class NodeServer:
             kv_transfer = self._engine.settings.kv_transfer
             # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
             if kv_transfer:
-                # A router passes an answer's first token only to a decode node that would have chosen the same one.
+                # An answer goes on only at a node that would have chosen the same tokens.
                 body |= {
                     "load_failure_policy": kv_transfer.kv_load_failure_policy,
                     "continues_answers": self._engine.model_digest,
@@ -342,8 +342,6 @@ class NodeServer:
             if len(prompts) > 1:  # an answer that has begun could not be refused any more
                 self._prompts.refuse_too_long(prompts)
             client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
-            if client.wish is not None and not engine.samples_after_whole_prompt:
-                client = client.without_wish()
         client_request_id = name_request(_client_request_id(request))
         request_id = f"{reply_format.id_prefix}-{client_request_id}"
         requests = [
@@ -451,7 +449,6 @@ class NodeServer:
             cache_salt=client.cache_salt,
             lora_name=lora_name,
             items=client.items,
-            continues_elsewhere=client.wish is not None,
             known_token_ids=() if client.known is None else client.known.token_ids,
             move_as="" if client.known is None else client.known.move_as,
         )
@@ -495,17 +492,7 @@ class NodeServer:
                 refusal = failure(choice.last).response()
                 refusal.headers.update(headers)
                 return refusal
-        first = self._first_token(envelope, choices[0].last, client)
-        return web.json_response({**envelope.whole(choices), **first}, headers=headers)
-
-    def _first_token(
-        self, envelope: Envelope, output: RequestOutput, client: ClientRequest
-    ) -> dict[str, Any]:
-        """Return the field that passes the first token on, for the end of the answer to a router that asked for it."""
-        if client.wish is None or output.finish_reason not in ("stop", "length"):
-            return {}
-        digest, include_usage = self._engine.model_digest, client.wish.include_usage
-        return {FIRST_TOKEN: passed_on(envelope, output, model_digest=digest, include_usage=include_usage)}
+        return web.json_response(envelope.whole(choices), headers=headers)
 
     async def _stream(
         self,
@@ -553,8 +540,7 @@ class NodeServer:
             if output.is_known:
                 choices[index].has_begun = True  # the router has sent this piece
             elif output.new_token_ids or output.text_delta or output.finish_reason:
-                first = self._first_token(envelope, output, client)
-                yield _event({**envelope.chunk(choices[index], delta), **first})
+                yield _event(envelope.chunk(choices[index], delta))
             if output.finish_reason:
                 self._metrics.observe(output.metrics)
         if client.include_usage:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...web.api_pages import fields_of
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
-from .first_token import FirstTokenWish, KnownAnswer, asks_for_scores, may_pass_on, take_beginning
+from .known_answer import KnownAnswer, asks_for_scores, take_known_answer
 from .prompt_items import parse_items
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
@@ -117,7 +117,6 @@ class ClientRequest:
         return_token_ids: Whether answers have `token_ids` in addition to the text.
         cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
         items: The parts of the prompt that are vectors rather than tokens.
-        wish: Answer with the first token only, for another node that continues the answer. None: answer as usual.
         known: The beginning of the answer, after which this node continues. None: it begins here.
     """
 
@@ -133,12 +132,7 @@ class ClientRequest:
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str
     items: tuple[PromptItem, ...]
-    wish: FirstTokenWish | None = None
     known: KnownAnswer | None = None
-
-    def without_wish(self) -> ClientRequest:
-        """Return the request of a router that has to do without the first token."""
-        return replace(self, wish=None, sampling=replace(self.sampling, max_tokens=1))
 
 
 def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
@@ -193,9 +187,7 @@ def _client_request(
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens", default_max_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens)
-    kv_transfer_params, wish, known = take_beginning(fields.optional_mapping("kv_transfer_params"))
-    if wish is not None:
-        max_tokens = default_max_tokens if wish.max_tokens is None else wish.max_tokens
+    kv_transfer_params, known = take_known_answer(fields.optional_mapping("kv_transfer_params"))
     only_echo = echo and max_tokens == 0
     num_answers = fields.integer("n", 1)
     if num_answers < 1:
@@ -244,7 +236,7 @@ def _client_request(
         raise bad_request(
             "'cache_salt' must not be empty: leave it out to share cached prompts", "cache_salt"
         )
-    request = ClientRequest(
+    return ClientRequest(
         model=fields.text("model", ""),
         prompts=prompts,
         num_answers=num_answers,
@@ -257,13 +249,8 @@ def _client_request(
         kv_transfer_params=kv_transfer_params,
         cache_salt=fields.text("cache_salt", ""),
         items=parse_items(body),
-        wish=wish,
         known=known,
     )
-    is_prefill = (kv_transfer_params or {}).get("do_remote_decode") is True
-    if wish is not None and not (is_prefill and may_pass_on(sampling) and not echo and len(prompts) == 1):
-        return request.without_wish()
-    return request
 
 
 def _refuse_unsupported(body: Mapping[str, Any], path: str, more: Mapping[str, tuple[object, ...]]) -> None:

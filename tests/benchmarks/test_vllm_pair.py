@@ -106,8 +106,8 @@ def test_a_system_that_does_not_exist_is_refused(name):
         PROGRAM["system_name"](name)
 
 
-def test_a_mode_is_switched_on_and_the_others_off_if_the_router_knows_them():
-    options, help_text = PROGRAM["router_options"], "--rendezvous {auto,off}  --first-token {auto,off}"
-    assert options(["rendezvous"], help_text) == ["--rendezvous", "auto", "--first-token", "off"]
-    assert options([], help_text) == ["--rendezvous", "off", "--first-token", "off"]
+def test_a_mode_is_switched_on_or_off_if_the_router_knows_it():
+    options, help_text = PROGRAM["router_options"], "--rendezvous {auto,off}"
+    assert options(["rendezvous"], help_text) == ["--rendezvous", "auto"]
+    assert options([], help_text) == ["--rendezvous", "off"]
     assert options([], "") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ import pytest
 
 from kvferry.reference.demo.launcher import Launcher, Spawn
 from tests.e2e.conftest import LEASE, PATIENT, START_TIMEOUT_S
-from tests.e2e.test_first_token import normalized
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import write_tiny_model
 
@@ -54,6 +54,15 @@ def single(spawn: Spawn, arguments: Sequence[str]) -> Iterator[Client]:
         node = launcher.start_node("single", "single", *arguments)
         launcher.wait_ready([node], START_TIMEOUT_S)
         yield Client(node)
+
+
+def normalized(payload: bytes) -> bytes:
+    """Return a stream without what differs between two answers of one node: the time, and how it was computed."""
+    created = set(re.findall(rb'"created": (\d+)', payload))
+    assert len(created) == 1, "all parts of an answer have one time"
+    payload = re.sub(rb'"created": \d+', b'"created": 0', payload)
+    payload = re.sub(rb'"metrics": \{.*?"queue_s": [^}]*\}', b'"metrics": {}', payload)
+    return re.sub(rb'"cached_tokens": \d+', b'"cached_tokens": 0', payload)
 
 
 class Fleet:

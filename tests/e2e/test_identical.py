@@ -96,7 +96,7 @@ def prompts(tokens: Sequence[int]) -> list[Any]:
 
 
 def complete_all(client: Client, prompts: Sequence[Any], *, every: int = 2) -> list[Reply]:
-    """Return the answers, every second one with log probabilities: for these a router passes no first token on."""
+    """Return the answers, every second one with log probabilities."""
 
     def complete(index: int) -> Reply:
         fields = {} if index % every else {"logprobs": 0}

@@ -44,8 +44,8 @@ def router_page() -> str:
     metrics.requests.labels("200").inc()
     metrics.retries.labels("decode").inc()
     note_piece = metrics.begin_stream(arrived_s=0.0)
-    note_piece("in_turn", "decode")
-    note_piece("in_turn", "decode")
+    note_piece("in_turn")
+    note_piece("in_turn")
     return metrics.text().decode()
 
 

@@ -43,16 +43,12 @@ class Node:
     Args:
         holds: Keeps each stream open after its last event.
         offers: Offers the cache of each prompt.
-        passes_first: Gives the first token, which ends the answer.
         wait_at: The number of a request, counted from 1, that is not answered while its connection is open.
     """
 
-    def __init__(
-        self, *, holds: bool = False, offers: bool = True, passes_first: bool = False, wait_at: int = 0
-    ) -> None:
+    def __init__(self, *, holds: bool = False, offers: bool = True, wait_at: int = 0) -> None:
         self.holds = holds
         self.offers = offers
-        self.passes_first = passes_first
         self.wait_at = wait_at
         self.num_asked = 0
         self.is_asked = asyncio.Event()
@@ -65,15 +61,6 @@ class Node:
             await asyncio.sleep(DEADLINE_S)
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             answer: dict[str, Any] = {"choices": [], "kv_transfer_params": PARAMS if self.offers else None}
-            if self.passes_first:
-                chunk = {"choices": [{"text": "one", "finish_reason": "length"}]}
-                answer["first_token"] = {
-                    "token_id": 1,
-                    "created": 1,
-                    "chunks": [chunk],
-                    "is_all": True,
-                    "model": MODEL,
-                }
             return web.json_response(answer)
         if not body.get("stream"):
             return web.json_response({"choices": []})
@@ -208,24 +195,12 @@ async def test_the_time_to_the_first_token_of_a_stream_is_measured_by_the_way_of
         took_s = time.monotonic() - began
         async with client.get("/metrics") as response:
             page = await response.text()
-    measured = re.findall(
-        r'time_to_first_token_seconds_(count|sum){first_token="(\w+)",way="(\w+)"} (\S+)', page
-    )
-    assert len(measured) == 2 * 2 * 4
-    found = {(kind, role, name): float(value) for kind, role, name, value in measured if float(value)}
-    assert found.keys() == {("count", "decode", way), ("sum", "decode", way)}
-    assert found["count", "decode", way] == 2
-    assert 0 < found["sum", "decode", way] < took_s
-
-
-async def test_a_first_token_of_the_prefill_node_is_measured_as_such() -> None:
-    async with routed([Node(passes_first=True)], [Node()], rendezvous=False) as client:
-        await ask(client, leaves_at=DONE, stream=True, temperature=0, max_tokens=1)
-        async with client.get("/metrics") as response:
-            page = await response.text()
-    name = "kvferry_router_time_to_first_token_seconds_count"
-    assert f'{name}{{first_token="prefill",way="in_turn"}} 1.0' in page
-    assert f'{name}{{first_token="decode",way="in_turn"}} 0.0' in page
+    measured = re.findall(r'time_to_first_token_seconds_(count|sum){way="(\w+)"} (\S+)', page)
+    assert len(measured) == 2 * 4
+    found = {(kind, name): float(value) for kind, name, value in measured if float(value)}
+    assert found.keys() == {("count", way), ("sum", way)}
+    assert found["count", way] == 2
+    assert 0 < found["sum", way] < took_s
 
 
 async def test_a_refusal_is_counted_by_its_status() -> None:

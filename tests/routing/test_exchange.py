@@ -12,11 +12,11 @@ import pytest
 from kvferry.router import exchange as does
 from kvferry.router.endings import CUT, EMPTY, Heard, objection_to
 from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, Offer, State
-from kvferry.router.ways import TABLE, Chooser, Facts, Options, Way, chooser_of, named_offer, way_of
+from kvferry.router.ways import TABLE, Facts, Options, Way, named_offer, way_of
 from kvferry.web.errors import ApiError
 from kvferry.web.json_body import object_of
 from kvferry.web.sse import DONE, Event
-from tests.support.exchange_simulator import Node, PromiseBrokenError, Token, Told, explore
+from tests.support.exchange_simulator import Node, PromiseBrokenError, Told, explore
 from tests.support.fake_nodes import PLACE
 
 ROUTER_DOC = Path(__file__).parents[2] / "docs" / "router-design.md"
@@ -43,25 +43,7 @@ def test_the_table_of_states_is_that_of_the_code() -> None:
 
 
 def test_the_table_of_ways_is_that_of_the_code() -> None:
-    in_code = [
-        [row.when, row.way.value if row.way else "", row.chooser.value if row.chooser else ""]
-        for row in TABLE
-    ]
-    assert rows_of("Which way a request goes") == in_code
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_decode_node_that_says_late_what_it_is_gives_an_answer_of_one_token_itself(stream: bool) -> None:
-    """A router that has just started does not know yet whether it would give the same, and nothing follows the whole answer."""
-    exchange = Exchange("/v1/completions", {"stream": stream}, {"X-Request-Id": "r"})
-    prefill, decode = Node("prefill", 1), Node("decode", 1)
-    exchange.begin()
-    exchange.placed()
-    offer = Offer(prefill, {"n": 0}, "", Token(is_all=True), {})  # type: ignore[arg-type]
-    exchange.prefill_answered(offer, is_answer=False)
-    (asked,) = exchange.decode_chosen(decode)  # type: ignore[arg-type]
-    assert isinstance(asked, does.AskDecode)
-    assert (asked.params, asked.after) == (offer.params, None)
+    assert rows_of("Which way a request goes") == [[row.when, row.way.value] for row in TABLE]
 
 
 # -- complete answers ----------------------------------------------------------------------------------
@@ -125,17 +107,6 @@ def test_a_few_orders_break_no_promise() -> None:
     explore(5_000, first_seed=NUM_SCHEDULES)
 
 
-class SendsTheTokenTwice(Exchange):
-    """The decode node's own first token is not taken out."""
-
-    def decode_answered(self, begun: Any) -> Actions:
-        first, self._first = self._first, None
-        try:
-            return super().decode_answered(begun)
-        finally:
-            self._first = first
-
-
 class ForgetsTheRelease(Exchange):
     def _release(self, offer: Offer) -> Actions:
         return []
@@ -158,7 +129,7 @@ class GivesAnswersUp(Exchange):
         return self._fail(error)
 
 
-class MovesWithTheFirstTokenOnly(Exchange):
+class MovesWithTheFirstEventOnly(Exchange):
     """The tokens that follow the first event are not counted."""
 
     def events_arrived(self, events: Iterable[Event]) -> Actions:
@@ -166,15 +137,6 @@ class MovesWithTheFirstTokenOnly(Exchange):
         actions = super().events_arrived(events)
         self.beginning = before
         return actions
-
-
-class CountsRepeatedTokens(Exchange):
-    """The node's own first token, which the client has from the prefill node, is counted once more."""
-
-    def decode_answered(self, begun: Any) -> Actions:
-        if self.beginning is not None:
-            self.beginning.repeat = lambda: None  # type: ignore[method-assign]
-        return super().decode_answered(begun)
 
 
 class MovesAnswersThatAreOver(Exchange):
@@ -225,23 +187,15 @@ class LeavesTheLostStreamOpen(Exchange):
 class GoesOnAfterOtherTokens(Exchange):
     """A node that chose other tokens is believed."""
 
-    def _other_token(self, releases: Actions) -> Actions:
-        return (
-            [*releases, *self._end(does.End())] if self._after is not None else super()._other_token(releases)
-        )
-
-
-class LetsTheWrongNodeContinue(Exchange):
-    def _continues(self, first: Any) -> bool:
-        return True
+    def _fail(self, error: ApiError) -> Actions:
+        return self._end(does.End()) if "other tokens" in str(error) else super()._fail(error)
 
 
 class BeginsTheSecondHalfAnew(Exchange):
-    """The node that chose another token is not told after which one to continue."""
+    """The next node is not told after which tokens to continue."""
 
-    def _other_token(self, releases: Actions) -> Actions:
-        *rest, last = super()._other_token(releases)
-        return [*rest, does.AskDecode(last.node, None, None) if isinstance(last, does.AskDecode) else last]
+    def _ask_decode(self, node: Any, params: Any, after: Any) -> Any:
+        return super()._ask_decode(node, params, None)
 
 
 class EndsTwice(Exchange):
@@ -379,12 +333,10 @@ class NeverDecodesAlone(Exchange):
 
 
 BUGS = {
-    SendsTheTokenTwice: "a stream begins once",
     ForgetsTheRelease: "an offer that no node loads is released",
     ReleasesWhatWasLoaded: "an offer that was loaded is not released",
     RetriesAfterBytesWereSent: "",  # the stream begins twice, or what the client has is forgotten
-    LetsTheWrongNodeContinue: "only a node that can continues",
-    BeginsTheSecondHalfAnew: "the second half follows the token that the client has",
+    BeginsTheSecondHalfAnew: "the second half follows the tokens that the client has",
     EndsTwice: "the client gets exactly one end",
     AsksAfterTheEnd: "nothing is asked of a node after the end",
     SettlesTwice: "an offer is settled once",
@@ -397,8 +349,7 @@ BUGS = {
     LosesTheOfferOfTheAnswer: "every offer of an answer is kept or released",
     DropsAnEvent: "the client gets each byte of one answer, once and in order",
     GivesAnswersUp: "an error is given only if no node could answer",
-    MovesWithTheFirstTokenOnly: "",  # a node that goes on knows too little, or a stop is not noticed
-    CountsRepeatedTokens: "",  # the next node is told too many tokens, or the client lacks one
+    MovesWithTheFirstEventOnly: "",  # a node that goes on knows too little, or a stop is not noticed
     MovesAnswersThatAreOver: "no node is asked to go on with an answer that is over",
     MovesToTheLostNode: "a node that was lost is not asked again",
     LeavesTheLostStreamOpen: "",  # a second one begins, or it outlasts the exchange
@@ -440,40 +391,34 @@ class FakeNode:
     """As much of a node as decides the way."""
 
     def __init__(self, **changes: Any) -> None:
-        from kvferry.router.first_tokens import Abilities
-
-        self.place: dict[str, Any] = {**PLACE, "prefill_chunk_tokens": 8}
-        self.num_at_once, self.protocol, self.abilities = 0, 7, Abilities("model")
+        self.place: dict[str, Any] = PLACE
+        self.num_at_once, self.protocol = 0, 7
         vars(self).update(changes)
 
 
-LONG = {"prompt": "p" * 100, "stream": True, "temperature": 0}
+BODY = {"prompt": "p", "stream": True, "temperature": 0}
 
 
 @pytest.mark.parametrize(
-    ("changes", "way", "chooser"),
+    ("changes", "way"),
     [
-        ({}, Way.AT_ONCE, Chooser.PREFILL),
-        ({"options": Options(rendezvous=False)}, Way.IN_TURN, Chooser.PREFILL),
-        ({"options": Options(first_token=False)}, Way.AT_ONCE, Chooser.DECODE),
-        ({"body": {**LONG, "n": 2}}, Way.AT_ONCE, Chooser.DECODE),
-        ({"body": {**LONG, "echo": True}}, Way.IN_TURN, Chooser.PREFILL),
-        ({"body": {**LONG, "max_tokens": 1}}, Way.IN_TURN, Chooser.PREFILL),
-        ({"body": {**LONG, "prompt": "p"}}, Way.IN_TURN, Chooser.PREFILL),
-        ({"body": {**LONG, "prompt": "p", "stream": False}}, Way.AT_ONCE, Chooser.PREFILL),
-        ({"may_ask_both": False}, Way.IN_TURN, Chooser.PREFILL),
-        ({"has_answer": True}, Way.IN_TURN, Chooser.PREFILL),
-        ({"prefill": FakeNode(place={})}, Way.IN_TURN, Chooser.PREFILL),
-        ({"prefill": FakeNode(num_at_once=8)}, Way.IN_TURN, Chooser.PREFILL),
-        ({"prefill": None}, Way.IN_TURN, Chooser.PREFILL),
-        ({"decode": FakeNode(protocol=0)}, Way.IN_TURN, Chooser.PREFILL),
-        ({"decode": None}, Way.IN_TURN, Chooser.PREFILL),
+        ({}, Way.AT_ONCE),
+        ({"options": Options(rendezvous=False)}, Way.IN_TURN),
+        ({"body": {**BODY, "echo": True}}, Way.IN_TURN),
+        ({"body": {**BODY, "max_tokens": 1}}, Way.AT_ONCE),
+        ({"may_ask_both": False}, Way.IN_TURN),
+        ({"has_answer": True}, Way.IN_TURN),
+        ({"prefill": FakeNode(place={})}, Way.IN_TURN),
+        ({"prefill": FakeNode(num_at_once=8)}, Way.IN_TURN),
+        ({"prefill": None}, Way.IN_TURN),
+        ({"decode": FakeNode(protocol=0)}, Way.IN_TURN),
+        ({"decode": None}, Way.IN_TURN),
     ],
 )
-def test_each_line_of_the_table_decides(changes: dict[str, Any], way: Way, chooser: Chooser) -> None:
-    known: dict[str, Any] = {"prefill": FakeNode(), "decode": FakeNode(), "body": LONG, "options": Options()}
-    facts = Facts(path="/v1/completions", **{**known, **changes})
-    assert (way_of(facts), chooser_of(facts)) == (way, chooser)
+def test_each_line_of_the_table_decides(changes: dict[str, Any], way: Way) -> None:
+    known: dict[str, Any] = {"prefill": FakeNode(), "decode": FakeNode(), "body": BODY, "options": Options()}
+    facts = Facts(**{**known, **changes})
+    assert way_of(facts) is way
     assert (named_offer(facts) is None) == (way is Way.IN_TURN)
 
 

@@ -30,24 +30,16 @@ LAST_SEEN = Event(b'data: {"n": 3, "kv_transfer_params": null}\n\n')
 ERROR = Event(b'data: {"error": {"message": "the load failed"}}\n\n')
 COMMENT = Event(b": still here\n\n")
 ABORT = Event(b'data: {"choices": [{"finish_reason": "abort"}]}\n\n')
-#: What a node answers, and what another one may answer whose logits are almost equal.
+#: What a node answers.
 NUM_TOKENS = 4
 REASONS = [b"null"] * (NUM_TOKENS - 1) + [b'"length"']
-ANSWERS = {
-    name: [
-        Event(
-            b'data: {"n": "%s%d", "choices": [{"finish_reason": %s}]}\n\n' % (name.encode(), number, reason)
-        )
-        for number, reason in enumerate(REASONS)
-    ]
-    for name in "ab"
-}
-TOKENS = {event.raw for events in ANSWERS.values() for event in events}
+ANSWER = [
+    Event(b'data: {"n": "%d", "choices": [{"finish_reason": %s}]}\n\n' % (number, reason))
+    for number, reason in enumerate(REASONS)
+]
+TOKENS = {event.raw for event in ANSWER}
 #: What a node sends for that, because the router asks for the ids of tokens.
-SENT = {
-    name: [Event(event.raw.replace(b"}]}", b', "token_ids": [7]}]}')) for event in events]
-    for name, events in ANSWERS.items()
-}
+SENT = [Event(event.raw.replace(b"}]}", b', "token_ids": [7]}]}')) for event in ANSWER]
 
 
 def usage(num_tokens: int) -> Event:
@@ -84,7 +76,6 @@ class Told:
     num_tokens: int = 0
     is_other: bool = False
     is_told_whole: bool = True
-    num_repeated: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -94,8 +85,6 @@ class Told:
         return abilities
 
     def continued(self) -> Callable[[Event], Iterable[Event]]:
-        self.num_repeated = 0
-
         def change(event: Event) -> Iterable[Event]:
             if self.is_other:
                 raise OtherTokenError
@@ -103,45 +92,16 @@ class Told:
 
         return change
 
-    def repeat(self) -> None:
-        self.num_repeated = self.num_tokens
-
     def add(self, token_ids: Sequence[int], event: Event) -> None:
-        num_new = max(0, len(token_ids) - self.num_repeated)
-        self.num_repeated -= len(token_ids) - num_new
-        self.num_tokens += num_new
+        self.num_tokens += len(token_ids)
 
     def usage(self) -> Mapping[str, int]:
         return {"completion_tokens": self.num_tokens}
 
 
-@dataclass(frozen=True)
-class Token:
-    """The first token of the answer `a`."""
-
-    is_all: bool
-    events: tuple[Event, ...] = (ANSWERS["a"][0],)
-    whole: Mapping[str, Any] | None = None
-
-    def beginning(self) -> Told:
-        return Told(1)
-
-    def removed(self) -> Callable[[Event], Iterable[Event]]:
-        first = iter([True])
-
-        def change(event: Event) -> Iterable[Event]:
-            if not next(first, False):
-                return (event,)
-            if event.raw != self.events[0].raw:
-                raise OtherTokenError
-            return ()
-
-        return change
-
-
 @dataclass(eq=False)
 class Node:
-    """A node. `abilities`: it can continue after a token."""
+    """A node. `abilities`: it can go on with an answer."""
 
     role: str
     number: int
@@ -194,7 +154,7 @@ class Setup:
     """What a schedule begins with.
 
     Attributes:
-        abilities: By decode node: it can continue after a token.
+        abilities: By decode node: it can go on with an answer.
         may_be_at_once, may_be_local: Ways in which a request may be placed, apart from in turn.
         offers_answer: Decode nodes offer their answers for the next turn.
         follows: Another node could go on with an answer.
@@ -352,13 +312,11 @@ class Schedule:
         counts = [usage(NUM_TOKENS)] if self.setup.wants_usage else []
         is_right = False
         is_cut = ERROR in self.received  # the node has given the answer up, and no other one could go on
-        for events in ANSWERS.values():
-            for rest in ([LAST_SEEN, *counts, DONE], [*counts, DONE]):
-                expected = [event.raw for event in (*events, *rest)]
-                part = got[:-1] if is_cut and got[-1:] == [DONE.raw] else got
-                may_be_part = is_cut or not is_whole
-                is_right |= part == expected[: len(part)] if may_be_part else got == expected
-        is_right |= is_whole and got == [ANSWERS["a"][0].raw, DONE.raw]  # the token was all
+        for rest in ([LAST_SEEN, *counts, DONE], [*counts, DONE]):
+            expected = [event.raw for event in (*ANSWER, *rest)]
+            part = got[:-1] if is_cut and got[-1:] == [DONE.raw] else got
+            may_be_part = is_cut or not is_whole
+            is_right |= part == expected[: len(part)] if may_be_part else got == expected
         self.promise("the client gets each byte of one answer, once and in order", kept=is_right)
 
     # -- actions -------------------------------------------------------------------------------------
@@ -393,16 +351,14 @@ class Schedule:
                 node: Any = action.node
                 after: Any = action.after
                 self.promise("one decode at a time", kept=self.decode is None)
-                self.promise("only a node that can continues", kept=after is None or bool(node.abilities))
-                has_token = exchange.beginning is not None and exchange.state is not State.RENDEZVOUS
                 self.promise(
-                    "the second half follows the token that the client has",
-                    kept=not has_token or after is not None,
+                    "the second half follows the tokens that the client has",
+                    kept=exchange.beginning is None or after is not None,
                 )
                 num_received = sum(event.raw in TOKENS for event in self.received)
                 self.promise(
                     "a node that goes on knows all that the client has",
-                    kept=after is None or not exchange.is_stream or after.num_tokens == num_received,
+                    kept=after is None or after.num_tokens == num_received,
                 )
                 self.promise(
                     "no node is asked to go on with an answer that is over",
@@ -543,11 +499,7 @@ class Schedule:
             return exchange.prefill_lost(RuntimeError("lost"), is_lost=self.loses())
         if asked.node is None and self.drawn.chance(0.1):
             return exchange.prefill_answered(None)
-        first: Any = Token(is_all=self.drawn.chance(0.15)) if self.drawn.chance(0.7) else None
-        offer = Offer(node, {"n": len(self.opened)}, "", first, {})
-        # A decode node may say only later that it would have given the same.
-        is_answer = first is not None and first.is_all and exchange.is_stream and self.drawn.chance(0.7)
-        return exchange.prefill_answered(offer, is_answer=is_answer)
+        return exchange.prefill_answered(Offer(node, {"n": len(self.opened)}))
 
     def loses(self) -> bool:
         """Note that a node is lost while it has the request."""
@@ -579,16 +531,11 @@ class Schedule:
             if self.drawn.fault(0.2):
                 return exchange.decode_answered(Begun(200, {}, False, b"{", (), result, objection="cut off"))
             return exchange.decode_answered(Begun(200, {}, False, b"{}", (), result))
-        # A node that has to continue does; the others may choose another token.
         told: Any = asked.after
-        got = [event.raw for event in self.received]
-        name = "b" if ANSWERS["b"][0].raw in got else "a"  # that the client has the beginning of
-        if told is None:
-            name = "a" if self.drawn.chance(0.7) else "b"
-        elif told.num_tokens > 1 and self.drawn.fault(0.05):
+        if told is not None and told.num_tokens > 0 and self.drawn.fault(0.05):
             told.is_other, self.may_fail = True, "another node chose other tokens"
         told_tokens = 0 if told is None else told.num_tokens
-        events = list(SENT[name][told_tokens:])
+        events = SENT[told_tokens:]
         if self.setup.offers_answer:
             events.append(LAST)
         self.stream = [*events, *([usage(NUM_TOKENS)] if self.setup.wants_usage else []), DONE]
@@ -596,7 +543,7 @@ class Schedule:
         if self.breaks_off:
             how = self.drawn.pick(FAULTS)
             # After the last token, what looks like an end is one.
-            most = len(events) if how in ("closed", "error") else len(SENT[name]) - told_tokens - 1
+            most = len(events) if how in ("closed", "error") else NUM_TOKENS - told_tokens - 1
             sent = events[: self.drawn.part(0, most)]
             self.stream = broken_off(how, sent, wants_usage=self.setup.wants_usage)
         if not self.stream:
@@ -632,7 +579,7 @@ class Schedule:
         """Draw whether the node stops the answer with the last of these events, for another node to go on with."""
         told: Any = self.exchange.beginning
         num_sent = sum(b"token_ids" in event.raw for event in events)
-        is_last = told is not None and told.num_tokens - told.num_repeated + num_sent >= NUM_TOKENS
+        is_last = told is not None and told.num_tokens + num_sent >= NUM_TOKENS
         is_token = b"token_ids" in events[-1].raw
         return told is not None and is_token and not is_last and self.drawn.fault(self.setup.p_stop)
 

@@ -37,7 +37,6 @@ async def routed(
     decode: Sequence[NodeHandler],
     *,
     rendezvous: bool = True,
-    first_token: bool = True,
     continue_answers: bool = True,
     answer_timeout_s: float = 0.0,
     check_interval_s: float = 60.0,
@@ -61,7 +60,7 @@ async def routed(
         pools = NodePool("prefill", own[0]), NodePool("decode", own[1])
         router = Router(
             *pools,
-            options=Options(rendezvous, first_token, continue_answers),
+            options=Options(rendezvous, continue_answers),
             answer_timeout_s=answer_timeout_s,
             check_interval_s=check_interval_s,
             check_timeout_s=check_timeout_s,

@@ -678,23 +678,16 @@ class TestContinuing:
         side = self.node(self.FIELDS, can_continue=can)
         assert ("remote_identity" in self.asked(side, {"describe": True})) is can
 
-    def test_a_question_and_each_offer_name_the_identity(self):
+    def test_a_question_is_answered_with_the_identity(self):
         side = self.node(self.FIELDS)
         told = self.asked(side, {"describe": True})
         assert told["identity_fields"] == self.FIELDS
         assert told["remote_identity"] == side.identity
-        assert self.asked(side, {"do_remote_decode": True})["remote_identity"] == side.identity
-
-    def test_an_adapters_first_token_is_not_the_models(self, tmp_path):
-        adapter = SimpleNamespace(lora_name="adapter", lora_path=str(tmp_path), lora_int_id=1)
-        params = self.asked(self.node(self.FIELDS), {"do_remote_decode": True}, adapter)
-        assert params["remote_num_tokens"] == 40
-        assert "remote_identity" not in params
+        assert "remote_identity" not in self.asked(side, {"do_remote_decode": True})
 
     def test_a_node_that_does_not_know_its_identity_names_none(self):
         side = self.node({})
         assert "remote_identity" not in self.asked(side, {"describe": True})
-        assert "remote_identity" not in self.asked(side, {"do_remote_decode": True})
 
     @pytest.mark.parametrize("fields", [{}, {"weights": "other", "tokenizer": "t"}, FIELDS])
     def test_it_continues_only_after_a_token_of_its_own_model(self, fields):

@@ -204,32 +204,6 @@ def test_in_five_turns_the_prefill_server_computes_only_new_messages(form, serve
     chat.assert_like_alone()
 
 
-def test_a_streamed_completion_that_begins_with_the_prefill_servers_token_is_offered_too(served):
-    """The decode server has a prompt that is longer than the client's by that token."""
-    text, headers, known = (
-        "A ferry carries a box from one quay to the other. " * 4,
-        {"X-Session-ID": "ferry"},
-        0,
-    )
-    results = served.results()
-    first_tokens = served.router.metric("kvferry_router_first_tokens_total")
-    for number, message in enumerate(("Then it", "\n\nThe captain", "\n\nIn the evening")):
-        text += message
-        before = served.by_source()
-        body = {"prompt": text, "max_tokens": 16, "stream": True, "stream_options": {"include_usage": True}}
-        *events, last = served.ask("/v1/completions", body, headers)
-        usage, answer = last["usage"], "".join(event["choices"][0]["text"] for event in events)
-        num_prompt = usage["prompt_tokens"]
-        num_computed, _, _ = served.counted_since(before, num_prompt)
-        assert num_computed == num_prompt - known
-        assert answer == served.decode.alone(text, 16, ignore_eos=False)["text"]
-        assert served.results() == {**results, "unknown": results["unknown"] + number}
-        assert served.router.metric("kvferry_router_first_tokens_total") == first_tokens + number + 1
-        known = num_prompt + usage["completion_tokens"] - 1
-        text += answer
-        served.wait_until_kept()
-
-
 def test_a_request_outside_a_conversation_offers_nothing(served):
     results, loads = served.results(), served.decode.metric(LOADS)
     for number, form in enumerate(("whole", "streamed"), start=1):

@@ -14,12 +14,11 @@ from kvferry.router import exchange as does
 from kvferry.router.beginnings import COMPLETIONS, beginning_of, followed_body, is_followed
 from kvferry.router.bodies import decode_body, prefill_body
 from kvferry.router.exchange import Action, Actions, Begun, Exchange, Offer, State
-from kvferry.router.first_tokens import first_token_of
 from kvferry.router.fleet import Fleet, Progress
 from kvferry.router.handoffs import params_of
 from kvferry.router.performance import LAST_ANSWER_S, NEXT_LOOK_S
 from kvferry.router.placement import Limits
-from kvferry.router.ways import Chooser, Facts, Options, Way, chooser_of, way_of
+from kvferry.router.ways import Facts, Options, Way, way_of
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 
@@ -286,7 +285,7 @@ class Client:
     def _named_offer(self, prefill: SimulatedNode, decode: SimulatedNode) -> Offer | None:
         exchange = self.exchange
         options = self.router.options
-        facts = Facts(options, COMPLETIONS, exchange.body, exchange.may_ask_both, False, prefill, decode)  # type: ignore[arg-type]
+        facts = Facts(options, exchange.body, exchange.may_ask_both, False, prefill, decode)  # type: ignore[arg-type]
         if way_of(facts) is not Way.AT_ONCE or exchange.beginning is not None:
             return None
         params = rendezvous_params(name := self.router.draw_name(), prefill.place)
@@ -331,9 +330,7 @@ class Client:
             exchange.tried_prefill[node] = None
         else:
             node.num_at_once += 1
-        facts = Facts(router.options, COMPLETIONS, exchange.body, exchange.may_ask_both, False, node, None)
-        is_used = exchange.beginning is None and chooser_of(facts) is Chooser.PREFILL
-        body = prefill_body(exchange.body, wish=action.wish, is_token_used=is_used)
+        body = prefill_body(exchange.body, wish=action.wish)
         lost = partial(self._prefill_lost, node)
         call = Call(body, lambda *told: None, partial(self._prefill_answered, node), lambda: None, lost)
         self._prefill, self._is_at_once = self._call(node, call), action.node is not None
@@ -363,10 +360,8 @@ class Client:
         if (params := params_of(body)) is None:
             self._after_prefill(partial(exchange.prefill_answered, None))
             return
-        first = first_token_of(exchange.body, COMPLETIONS, body)
-        offer = Offer(node, params, "", first, {})  # type: ignore[arg-type]
-        is_answer = first is not None and first.is_all
-        self._after_prefill(partial(exchange.prefill_answered, offer, is_answer=is_answer))
+        offer = Offer(node, params)  # type: ignore[arg-type]
+        self._after_prefill(partial(exchange.prefill_answered, offer))
 
     def _after_prefill(self, event: Callable[[], Actions]) -> None:
         if (left := self._left) is not None:

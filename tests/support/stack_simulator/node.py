@@ -36,7 +36,6 @@ from kvferry.reference.engine.scheduler import Scheduler
 from kvferry.reference.engine.step import ScheduledRequest, StepPlan
 from kvferry.reference.engine.types import FinishReason, GenerationRequest, SamplingParams
 from kvferry.router.beginnings import Abilities
-from kvferry.router.first_tokens import FIRST_TOKEN, WANT_FIRST_TOKEN
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 from kvferry.transports.outside import bug_log
@@ -236,9 +235,7 @@ class SimulatedNode:
         self._num_submitted = 0
         self._orders: list[tuple[int, HandoffMetadata]] = []
         self._retractions: list[set[str]] = []
-        self.half = parts.half(
-            transfer, pool, ConnectorOptions(handoff=shape.handoff), chunk_tokens=shape.chunk_tokens
-        )
+        self.half = parts.half(transfer, pool, ConnectorOptions(handoff=shape.handoff))
         self.half.set_handshake_metadata({0: WorkerAddress(address, epoch, 0)})
         self.place = self.half.describe()
         self.manager = parts.manager(pool, config.model.max_model_len)
@@ -484,24 +481,12 @@ class SimulatedNode:
             self.clock.after(self.network.latency_s, lambda: call.on_end())
 
     def _whole(self, call: Call, token: int, params: Mapping[str, Any] | None) -> dict[str, Any]:
-        answer: dict[str, Any] = {
+        return {
             "object": "text_completion",
             "created": 1,
             "choices": [{"index": 0, "text": f"{token} ", "finish_reason": "length"}],
             "kv_transfer_params": params,
         }
-        wish = (call.body.get("kv_transfer_params") or {}).get(WANT_FIRST_TOKEN)
-        if wish is not None:
-            is_all = wish["max_tokens"] == 1
-            chunk = json.loads(_event(token, "length" if is_all else None, "", is_told=False)[6:])
-            answer[FIRST_TOKEN] = {
-                "token_id": token,
-                "created": 1,
-                "model": MODEL,
-                "chunks": [chunk],
-                "is_all": is_all,
-            }
-        return answer
 
     def _answer_whole(self, call: Call, status: int, body: dict[str, Any]) -> None:
         self.clock.after(self.network.latency_s, lambda: call.on_whole(status, body))
