@@ -421,7 +421,7 @@ class Exchange:
         """Go on with a prompt that is computed. The offer is None if the node made none."""
         self._prefill_runs = False
         if self.state is not State.PREFILLING:
-            return []  # the decode node was asked before, or nobody needs it any more
+            return []  # the decode node was asked before, or nothing needs it any more
         self.offer = offer
         return [ChooseDecode()] if offer is None else [Opened(offer), ChooseDecode()]
 

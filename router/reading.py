@@ -22,7 +22,7 @@ from ..web.sse import Event, EventTooLongError, Splitter
 MAX_ANSWER_BYTES = 64 << 20
 #: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
 MAX_FIRST_EVENT_BYTES = 1 << 20
-#: No vocabulary has ids of so many digits, and Python does not convert a text of thousands of digits.
+#: No vocabulary has ids of 20 digits or more, and Python does not convert a text of thousands of digits.
 _NO_TOKEN_ID = re.compile(rb'"token_ids":\s*\[[\d,\s]*\d{20}')
 
 

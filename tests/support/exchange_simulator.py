@@ -43,7 +43,7 @@ SENT = [Event(event.raw.replace(b"}]}", b', "token_ids": [7]}]}')) for event in 
 
 
 def usage(num_tokens: int) -> Event:
-    """Return the counts that follow an answer of so many tokens."""
+    """Return the counts that follow an answer of this many tokens."""
     return Event.of({"choices": [], "usage": {"completion_tokens": num_tokens}})
 
 

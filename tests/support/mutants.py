@@ -294,7 +294,7 @@ def _is_python(mutant: Mutant) -> bool:
 
 
 def chosen(num: int, seed: int) -> list[Mutant]:
-    """As many mutants of each folder, and in a folder of each kind as `TURN` says, as far as there are so many."""
+    """Draw the same number of mutants per folder, in the proportions of `TURN`; fewer if the folder has fewer."""
     drawn = random.Random(seed)
     mutants: list[Mutant] = []
     for folder in SUITES:
