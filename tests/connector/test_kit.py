@@ -317,7 +317,7 @@ def test_a_fixture_that_returns_none_is_a_reason_to_skip(tmp_path: Path) -> None
             self.text += str(report.longrepr or "")
 
     recorder = Recorder()
-    (tmp_path / "test_none.py").write_text(
+    (tmp_path / "test_connector_without.py").write_text(
         f"import sys\nTestNone = sys.modules[{__name__!r}].DamagesNothing\n"
     )
     off = [f"-pno:{name}" for name in ("terminal", "cacheprovider", "asyncio", "faulthandler", "xdist")]

@@ -757,7 +757,7 @@ class WithoutCapabilities(_Conformance):
 
 
 def test_a_fixture_that_returns_none_is_a_reason_to_skip(tmp_path: Path) -> None:
-    (tmp_path / "test_none.py").write_text(
+    (tmp_path / "test_transport_without.py").write_text(
         f"import sys\nTestNone = sys.modules[{__name__!r}].WithoutCapabilities\n"
     )
     wanted = "asks_for_more or impossible_guard or again_and_again or kept or nonsense or right_after_a_check"
