@@ -26,6 +26,7 @@ from kvferry.transports.endpoint import Peer, Read
 from kvferry.transports.errors import ConfigurationError, KVTransferError
 from kvferry.transports.regions import Guard, Int64Array
 from kvferry.transports.testing import Link, TransportConformance, leaks, pairs_of
+from kvferry.transports.testing.limits import give_back_freed_memory, resident_bytes
 from kvferry.transports.testing.wrapping import WrappedEndpoint
 from tests.support.small_transport import LISTENERS, SLICE_BYTES, SmallBackend, SmallTransport, Wire
 
@@ -718,6 +719,21 @@ def test_a_planted_bug_is_caught(planted: Planted, tmp_path: Path, monkeypatch: 
         )
     assert status == pytest.ExitCode.TESTS_FAILED, "the kit did not notice"
     assert re.search(planted.says, recorder.text, flags=re.DOTALL), recorder.text[-2000:]
+
+
+def test_growth_is_seen_however_much_memory_was_freed_before() -> None:
+    def allocate() -> list[bytes]:
+        return [b"x" * (900 << 10) for _ in range(200)]
+
+    bytes(1 << 20)  # after this was freed, the C library takes anything smaller from its heap
+    before = allocate()
+    kept = before[-1]  # the end of the heap: what lies before it cannot shrink away
+    del before
+    give_back_freed_memory()
+    resident = resident_bytes()
+    now = allocate()
+    assert resident_bytes() - resident > 150 << 20
+    del kept, now
 
 
 def test_capabilities_that_are_not_declared_are_named_by_one_skipped_test() -> None:

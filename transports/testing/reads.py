@@ -36,7 +36,7 @@ from .harness import (
     same_bytes,
 )
 from .hostile import repeated_frames
-from .limits import limited_memory, reached_limit, resident_bytes
+from .limits import give_back_freed_memory, limited_memory, reached_limit, resident_bytes
 from .order import broken, require
 
 Create = Callable[[Mapping[str, object]], Transport]
@@ -324,6 +324,7 @@ class ReadPromises:
         self, world: World, link: Link, read_unchecked: ReadUnchecked
     ) -> None:
         """It takes nothing. The owner of the memory waits for it, or drops it."""
+        give_back_freed_memory()
         before = resident_bytes()
         for num_reads in range(1, 257):
             try:
