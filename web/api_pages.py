@@ -48,8 +48,7 @@ _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
         None,
         "required: a text or token ids, or a list of several of one kind",
     ),
-    "max_tokens": (_INTEGER, 16, "longest answer; 0 is possible with echo"),
-    "echo": (_FLAG, False, "begin the answer with the prompt; with logprobs, also with those of its tokens"),
+    "max_tokens": (_INTEGER, 16, "longest answer"),
     "logprobs": (_INTEGER, None, "log probability of each token and of this many of the likeliest, 0 to 20"),
     "prompt_items": (
         {"type": "array", "items": {"type": "object"}},

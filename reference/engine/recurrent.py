@@ -53,12 +53,6 @@ def without_last_prompt_token(source: GenerationRequest) -> GenerationRequest:
             f"max_tokens={source.sampling.max_tokens}: this model has recurrent layers; with do_remote_decode it must be 1",
             param="max_tokens",
         )
-    if source.sampling.num_prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "this model has recurrent layers, so a node that hands a prompt over does not compute its last token: echo "
-            "with logprobs needs a node that serves alone",
-            param="echo",
-        )
     if len(source.prompt_token_ids) == 1:
         return replace(source, kv_transfer_params=None)
     return replace(source, prompt_token_ids=source.prompt_token_ids[:-1])

@@ -82,19 +82,13 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.top_logits: tuple[tuple[int, float], ...] = ()
         self.logprobs: Logprobs = ()
-        self.prompt_logprobs: dict[int, Logprobs] = {}
-        self.may_load = not self.computes_whole_prompt
+        self.may_load = True
         self.figures = RequestFigures(arrival_s)
         self._hasher = hasher
         self.block_hashes += hasher(self)
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id} {self.status.value} {self.num_computed_tokens}/{self.num_tokens}>"
-
-    @property
-    def computes_whole_prompt(self) -> bool:
-        """Whether the logits of the whole prompt are needed, so that nothing of it may come from a cache."""
-        return self.source.sampling.num_prompt_logprobs is not None
 
     @property
     def cache_salt(self) -> str | None:

@@ -38,13 +38,11 @@ class _Forwarded:
 
     Attributes:
         top_logits, logprobs: One per token; empty for a request that did not ask.
-        prompt_logprobs: As in `ModelRunnerOutput`.
     """
 
     tokens: list[int] = field(default_factory=list)
     top_logits: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: dict[str, tuple[int, tuple[Logprobs, ...]]] = field(default_factory=dict)
 
 
 class ModelRunner(KVConnectorModelRunnerMixin):
@@ -182,7 +180,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             # Stages before the last one yield nothing.
             top_logits={name: top for name, top in zip(yielding, forwarded.top_logits, strict=False) if top},
             logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=False) if some},
-            prompt_logprobs=forwarded.prompt_logprobs,
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
@@ -204,7 +201,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         Stages before the last one pass their hidden states on, and return nothing.
         """
         is_last = self.config.parallel.is_last_stage
-        wanted = torch.cat([inputs.logits_indices, inputs.scored_indices])
+        wanted = inputs.logits_indices
         result = self._model(
             input_ids=inputs.input_ids if embedded is None else None,
             inputs_embeds=embedded,
@@ -214,18 +211,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
         if not is_last:
             return _Forwarded()
-        num_samples = len(inputs.samplers)
-        logits, scored = result.logits[0][:num_samples], result.logits[0][num_samples:]
-        tokens = (
-            sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
-            if num_samples
-            else []
-        )
+        if not inputs.samplers:
+            return _Forwarded()
+        logits = result.logits[0]
+        tokens = sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
         return _Forwarded(
             tokens,
             top_logits(logits, inputs.samplers),
             _logprobs_of_samples(logits, tokens, inputs),
-            _logprobs_of_prompts(scored, inputs),
         )
 
 
@@ -234,17 +227,3 @@ def _logprobs_of_samples(logits: torch.Tensor, tokens: list[int], inputs: StepIn
     rows = [row for row, count in enumerate(asked) if count is not None]
     found = iter(logprobs_of(logits[rows], [tokens[row] for row in rows], [asked[row] or 0 for row in rows]))
     return [() if count is None else next(found) for count in asked]
-
-
-def _logprobs_of_prompts(
-    logits: torch.Tensor, inputs: StepInputs
-) -> dict[str, tuple[int, tuple[Logprobs, ...]]]:
-    by_request: dict[str, tuple[int, tuple[Logprobs, ...]]] = {}
-    for prompt in inputs.scored:
-        num_tokens = len(prompt.token_ids)
-        own, logits = logits[:num_tokens], logits[num_tokens:]
-        by_request[prompt.request_id] = (
-            prompt.first,
-            tuple(logprobs_of(own, prompt.token_ids, [prompt.count] * num_tokens)),
-        )
-    return by_request

@@ -36,10 +36,10 @@ from ...web.serving import close_connections_while
 from ...web.tracing import current_span, name_request, observed, span_of_work, traced_params
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
-from ..engine.types import GenerationRequest, Logprobs, RequestOutput
+from ..engine.types import GenerationRequest, RequestOutput
 from .fan_out import Piece, pieces_of
 from .known_answer import KnownAnswer
-from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
+from .logprobs import TokenNames
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
 from .phases import Phases
@@ -49,7 +49,6 @@ from .replies import (
     ChatFormat,
     Choice,
     CompletionFormat,
-    Echo,
     Envelope,
     ReplyFormat,
     failure,
@@ -341,7 +340,6 @@ class NodeServer:
                 raise
             if len(prompts) > 1:  # an answer that has begun could not be refused any more
                 self._prompts.refuse_too_long(prompts)
-            client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
         client_request_id = name_request(_client_request_id(request))
         request_id = f"{reply_format.id_prefix}-{client_request_id}"
         requests = [
@@ -352,11 +350,7 @@ class NodeServer:
             ]
             for prompt in prompts
         ]
-        choices = [
-            Choice(number * client.num_answers + index, self._echo(client, number, prompt, prompt_logprobs))
-            for number, prompt in enumerate(prompts)
-            for index in range(client.num_answers)
-        ]
+        choices = [Choice(index) for index in range(len(prompts) * client.num_answers)]
         envelope = Envelope(
             reply_format,
             request_id,
@@ -398,41 +392,6 @@ class NodeServer:
                 "send the request to another node"
             )
 
-    def _with_prompt_logprobs(
-        self, client: ClientRequest, num_prompt_tokens: int
-    ) -> tuple[ClientRequest, tuple[Logprobs, ...] | None]:
-        """Decide where the log probabilities of the prompt come from, if the client wants them.
-
-        Returns:
-            The request as the engine shall compute it, and what a prefill node has sent along; None if it has not.
-
-        Raises:
-            ApiError: what it sent is malformed (400).
-        """
-        params, given = take_prompt_logprobs(client.kv_transfer_params, num_prompt_tokens)
-        client = replace(client, kv_transfer_params=params)
-        if client.sampling.num_prompt_logprobs is None:
-            return client, None
-        if given is not None:
-            return replace(client, sampling=replace(client.sampling, num_prompt_logprobs=None)), given
-        if params is not None and params.get("do_remote_prefill"):
-            # Only computing the prompt gives its log probabilities, so this node does that, and loads nothing.
-            self._engine.decline(params)
-            params = None
-        return replace(client, kv_transfer_params=params), None
-
-    def _echo(
-        self,
-        client: ClientRequest,
-        number: int,
-        prompt: tuple[int, ...],
-        prompt_logprobs: tuple[Logprobs, ...] | None,
-    ) -> Echo | None:
-        if not client.echo:
-            return None
-        text = self._prompts.text_of(client.prompts[number], prompt)
-        return Echo(text, prompt, prompt_logprobs, client.only_echo)
-
     def _generation(
         self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], lora_name: str, number: int
     ) -> GenerationRequest:
@@ -462,10 +421,6 @@ class NodeServer:
                 async for output in outputs:
                     phases.observe(output)
                     measured.observe(output)
-                    if output.prompt_logprobs and output.kv_transfer_params is not None:
-                        # The decode node will not compute the prompt, so it needs them from here.
-                        params = {**output.kv_transfer_params, PROMPT_LOGPROBS: output.prompt_logprobs}
-                        output = replace(output, kv_transfer_params=params)
                     yield output
         except Exception as error:
             phases.end("error", f"{type(error).__name__}: {error}")

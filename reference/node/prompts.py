@@ -96,10 +96,6 @@ class PromptReader:
             if len(prompt) > self._max_prompt_tokens:
                 raise self._too_long(f"{len(prompt)}", len(prompt))
 
-    def text_of(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
-        """Return a prompt's text, for an answer that begins with it."""
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(token_ids)))
-
     async def close(self) -> None:
         """Wait for the prompts that are being tokenized, and start no others.
 
