@@ -50,11 +50,6 @@ _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     ),
     "max_tokens": (_INTEGER, 16, "longest answer"),
     "logprobs": (_INTEGER, None, "log probability of each token and of this many of the likeliest, 0 to 20"),
-    "prompt_items": (
-        {"type": "array", "items": {"type": "object"}},
-        None,
-        "vectors in place of some tokens of one prompt of token ids",
-    ),
 }
 _CHAT: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "messages": (

@@ -23,7 +23,6 @@ from .errors import (
     StepFailedError,
     reason_of,
 )
-from .prompt_items import check_items
 from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
@@ -141,8 +140,6 @@ class EngineCore:
             raise InvalidRequestError(
                 f"a token id of the prompt is not in 0..{vocab_size - 1}", param="prompt"
             )
-        if source.items:
-            self._check_items(source)
         num_prompt, longest = len(source.prompt_token_ids), self.max_model_len - 1
         if num_prompt > longest:
             raise PromptTooLongError(
@@ -151,13 +148,6 @@ class EngineCore:
                 num_prompt_tokens=num_prompt,
                 max_prompt_tokens=longest,
             )
-
-    def _check_items(self, source: GenerationRequest) -> None:
-        config = self.parts.model.text_config
-        if getattr(config, "hidden_size_per_layer_input", 0):
-            # Its layers read the token ids again, and vectors have none.
-            raise InvalidRequestError("this model takes tokens only", param="prompt_items")
-        check_items(source, config.hidden_size)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now; returns its last output, or nothing if there is no such request."""

@@ -24,7 +24,6 @@ from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .errors import StepFailedError, reason_of
 from .lora import set_step_adapters
-from .prompt_items import embed_step
 from .recurrent import RecurrentLayer, find_mixers
 from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
 from .settings import Layout
@@ -159,7 +158,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                     raise failure
                 try:
                     with same_numbers_after_failure(inputs.samplers):
-                        forwarded = self._forward(inputs, self._embedded(plan, inputs))
+                        forwarded = self._forward(inputs)
                 except Exception as error:
                     failure = error
                     raise
@@ -190,21 +189,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return ForwardContext(self._layers, metadata, states)
 
     @torch.inference_mode()
-    def _embedded(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
-        embedding = self._model.get_input_embeddings()
-        return embed_step(plan, inputs.input_ids, embedding)
-
-    @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, embedded: torch.Tensor | None = None) -> _Forwarded:
-        """Run the model on the step's tokens or vectors, and choose the next token of each request that has one.
+    def _forward(self, inputs: StepInputs) -> _Forwarded:
+        """Run the model on the step's tokens, and choose the next token of each request that has one.
 
         Stages before the last one pass their hidden states on, and return nothing.
         """
         is_last = self.config.parallel.is_last_stage
         wanted = inputs.logits_indices
         result = self._model(
-            input_ids=inputs.input_ids if embedded is None else None,
-            inputs_embeds=embedded,
+            input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
             logits_to_keep=wanted if is_last else wanted[:0],

@@ -76,23 +76,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class PromptItem:
-    """Replace some of a prompt's tokens by vectors, such as an encoder of images or sounds makes.
-
-    Attributes:
-        offset: Position of the item's first token in the prompt.
-        length: Number of its tokens in the prompt. The ids of those that have a vector do not matter.
-        vectors: `(num_vectors, hidden_size)` float32, little-endian.
-        is_embed: Whether each of its tokens has a vector; empty if all of them have.
-    """
-
-    offset: int
-    length: int
-    vectors: bytes
-    is_embed: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
 class GenerationRequest:
     """Ask for the continuation of one prompt.
 
@@ -101,7 +84,6 @@ class GenerationRequest:
         kv_transfer_params: What to transfer, as a router or a prefill node wrote it.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
         lora_name: The adapter that the request uses; empty for none.
-        items: In the order of their offsets, without overlap.
         known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
         move_as: The name by which `Engine.move` finds the request; empty: it stays here.
     """
@@ -112,7 +94,6 @@ class GenerationRequest:
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str = ""
     lora_name: str = ""
-    items: tuple[PromptItem, ...] = ()
     known_token_ids: tuple[int, ...] = ()
     move_as: str = ""
 

@@ -407,7 +407,6 @@ class NodeServer:
             kv_transfer_params=None if number else traced_params(client.kv_transfer_params, current_span()),
             cache_salt=client.cache_salt,
             lora_name=lora_name,
-            items=client.items,
             known_token_ids=() if client.known is None else client.known.token_ids,
             move_as="" if client.known is None else client.known.move_as,
         )

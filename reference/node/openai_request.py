@@ -14,9 +14,8 @@ from typing import Any
 from ...web.api_pages import fields_of
 from ...web.errors import bad_request
 from ...web.fields import Fields
-from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
+from ..engine.types import MAX_LOGPROBS, SamplingParams
 from .known_answer import KnownAnswer, asks_for_scores, take_known_answer
-from .prompt_items import parse_items
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -113,7 +112,6 @@ class ClientRequest:
         include_usage: Whether a stream ends with a chunk that has the usage.
         return_token_ids: Whether answers have `token_ids` in addition to the text.
         cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
-        items: The parts of the prompt that are vectors rather than tokens.
         known: The beginning of the answer, after which this node continues. None: it begins here.
     """
 
@@ -126,7 +124,6 @@ class ClientRequest:
     return_token_ids: bool
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str
-    items: tuple[PromptItem, ...]
     known: KnownAnswer | None = None
 
 
@@ -233,7 +230,6 @@ def _client_request(
         return_token_ids=fields.boolean("return_token_ids", False),
         kv_transfer_params=kv_transfer_params,
         cache_salt=fields.text("cache_salt", ""),
-        items=parse_items(body),
         known=known,
     )
 

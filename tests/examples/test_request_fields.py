@@ -48,6 +48,7 @@ CONSTRAINTS: dict[str, Any] = {
     "logit_bias": {"1": 5},
     "prompt_logprobs": 0,
     "echo": True,
+    "prompt_items": [{"offset": 1}],
     "temprature": 0.5,
 }
 ENDPOINTS = pytest.mark.parametrize("endpoint", [COMPLETION, CHAT], ids=lambda endpoint: endpoint[0])

@@ -206,18 +206,11 @@ def scale_tensor(folder: Path, name: str, factor: float) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def generate_greedily(
-    model: Any, prompt: Sequence[int], num_tokens: int, *, embedded: torch.Tensor | None = None
-) -> Answer:
-    """Return `num_tokens` tokens from transformers' own `generate`, past any end token.
-
-    Args:
-        embedded: Vectors that take the place of the prompt's tokens.
-    """
+def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> Answer:
+    """Return `num_tokens` tokens from transformers' own `generate`, past any end token."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    given = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
     whole = model.generate(
-        **given,
+        input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,
         do_sample=False,
