@@ -328,7 +328,6 @@ class NodeServer:
     ) -> web.StreamResponse:
         engine = self._engine
         with _refusals_as_api_errors():
-            self._prompts.refuse_by_size(body.get("prompt"))
             client = parse(body)
             self._refuse_another_model(client.known)
             lora_name = self._lora_name(client.model)
