@@ -20,7 +20,7 @@ _TOKENS: Mapping[str, Any] = {"type": "array", "items": _INTEGER}
 
 #: Fields of the bodies of both endpoints: schema, default, and what it does.
 _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
-    "model": (_TEXT, None, "name of the model or of an adapter; absent means the model that is served"),
+    "model": (_TEXT, None, "name of the model; absent means the model that is served"),
     "n": (_INTEGER, 1, "answers to each prompt, at most 256 in all"),
     "max_completion_tokens": (_INTEGER, None, "same as max_tokens, and wins over it"),
     "temperature": (_NUMBER, 1.0, "0 always takes the likeliest token, 0 to 100"),

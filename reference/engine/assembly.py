@@ -24,7 +24,6 @@ from ...runner_mixin.kv_cache import (
 from ...transports.errors import ConfigurationError
 from .attention import IMPLEMENTATION, attention_layers
 from .executor import Executor, SingleProcessExecutor
-from .lora import adapters_identity, install_adapters
 from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
@@ -120,7 +119,6 @@ def _start(
         dtype = getattr(torch, config.model.dtype)
         # Load the model before the pool is planned, because the weights take memory.
         weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
-        install_adapters(weights, settings.lora_modules)
         config, pool = plan_pool(config, device, may_shorten=may_shorten)
         return config, pool, SingleProcessExecutor(config, pool, weights, settings.layout)
     config, pool = plan_pool(config, device, may_shorten=may_shorten)
@@ -153,7 +151,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             layers=layers_of_rank(layers, stage_size),
             recurrent_layers=recurrent_layers(model.config, dtype),
             num_kv_heads=num_kv_heads.pop() if len(num_kv_heads) == 1 else 0,
-            identity=replace(model.identity, adapters=adapters_identity(settings.lora_modules)),
+            identity=model.identity,
         ),
         cache=CacheConfig(
             block_size=settings.block_size,

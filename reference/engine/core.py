@@ -69,7 +69,6 @@ class EngineCore:
     ) -> None:
         self._on_handoffs = on_handoffs
         self.parts = assemble(settings)
-        self._lora_names = frozenset(settings.lora_modules)
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
         self._totals = EngineTotals()
@@ -127,8 +126,6 @@ class EngineCore:
     def _check(self, source: GenerationRequest) -> None:
         if source.request_id in self._answers:
             raise InvalidRequestError(f"request id {source.request_id!r} is in use", param="request_id")
-        if source.lora_name and source.lora_name not in self._lora_names:
-            raise InvalidRequestError(f"there is no adapter {source.lora_name!r}", param="model")
         if not source.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         vocab_size = self.parts.model.text_config.vocab_size

@@ -93,8 +93,8 @@ class Request:
         return self.source.cache_salt or None
 
     @property
-    def lora_id(self) -> str | None:
-        return self.source.lora_name or None
+    def lora_id(self) -> None:
+        return None  # the engine has no adapters
 
     @property
     def mm_features(self) -> Sequence[MultiModalFeature]:

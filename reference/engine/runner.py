@@ -23,7 +23,6 @@ from ...transports.errors import ConfigurationError
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .errors import StepFailedError, reason_of
-from .lora import set_step_adapters
 from .recurrent import RecurrentLayer, find_mixers
 from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
 from .settings import Layout
@@ -151,7 +150,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         try:
             with (
                 set_forward_context(context),
-                set_step_adapters(plan),
                 self.maybe_get_kv_connector_output(plan) as report,
             ):
                 if failure is not None:

@@ -83,7 +83,6 @@ class GenerationRequest:
         request_id: Unique among the live requests of the node.
         kv_transfer_params: What to transfer, as a router or a prefill node wrote it.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
-        lora_name: The adapter that the request uses; empty for none.
         known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
         move_as: The name by which `Engine.move` finds the request; empty: it stays here.
     """
@@ -93,7 +92,6 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str = ""
-    lora_name: str = ""
     known_token_ids: tuple[int, ...] = ()
     move_as: str = ""
 

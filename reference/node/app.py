@@ -200,7 +200,7 @@ class NodeServer:
         """Say which requests fit: a router refuses a node that cannot do what it was named for."""
         settings = self._engine.settings
         role = {"kv_role": settings.kv_transfer.kv_role} if settings.kv_transfer else {}
-        return {**role, "models": [self._engine.model_name, *settings.lora_modules]}
+        return {**role, "models": [self._engine.model_name]}
 
     def _described(self, status: str, error: str, is_well: bool, **facts: Any) -> web.Response:
         body = {"status": status, **({"error": error} if error else {}), **facts}
@@ -239,28 +239,24 @@ class NodeServer:
             self._spans.keep(span, _client_id_of(span.request_id))
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": self._served_models()})
+        return web.json_response({"object": "list", "data": [self._served_model()]})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        found = [model for model in self._served_models() if model["id"] == name]
-        if not found:
+        model = self._served_model()
+        if model["id"] != name:
             raise self._no_such_model(name)
-        return web.json_response(found[0])
+        return web.json_response(model)
 
-    def _served_models(self) -> list[dict[str, Any]]:
+    def _served_model(self) -> dict[str, Any]:
         engine = self._running_engine()
-        model = {
+        return {
             "id": engine.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvferry",
             "max_model_len": engine.max_model_len,
         }
-        adapters = [
-            {**model, "id": name, "parent": engine.model_name} for name in engine.settings.lora_modules
-        ]
-        return [model, *adapters]
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -330,7 +326,7 @@ class NodeServer:
         with _refusals_as_api_errors():
             client = parse(body)
             self._refuse_another_model(client.known)
-            lora_name = self._lora_name(client.model)
+            self._check_model(client.model)
             try:
                 prompts = [await self._prompts.read(prompt) for prompt in client.prompts]
             except asyncio.CancelledError:  # the client left before the engine got the request
@@ -344,7 +340,7 @@ class NodeServer:
         requests = [
             [
                 # A node loads a prompt once; further answers to it find it in the prefix cache.
-                self._generation(request_id, client, prompt, lora_name, number)
+                self._generation(request_id, client, prompt, number)
                 for number in range(client.num_answers)
             ]
             for prompt in prompts
@@ -353,7 +349,7 @@ class NodeServer:
         envelope = Envelope(
             reply_format,
             request_id,
-            lora_name or engine.model_name,
+            engine.model_name,
             int(time.time())
             if client.known is None or client.known.created is None
             else client.known.created,
@@ -392,7 +388,7 @@ class NodeServer:
             )
 
     def _generation(
-        self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], lora_name: str, number: int
+        self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], number: int
     ) -> GenerationRequest:
         """Return the request for the answer of this number to a prompt."""
         sampling = client.sampling
@@ -405,7 +401,6 @@ class NodeServer:
             sampling=sampling,
             kv_transfer_params=None if number else traced_params(client.kv_transfer_params, current_span()),
             cache_salt=client.cache_salt,
-            lora_name=lora_name,
             known_token_ids=() if client.known is None else client.known.token_ids,
             move_as="" if client.known is None else client.known.move_as,
         )
@@ -504,13 +499,10 @@ class NodeServer:
             raise unavailable("the node is still starting")
         return self._engine
 
-    def _lora_name(self, model: str) -> str:
-        """Return the adapter that a client chose by the name of a model; empty for the model itself."""
-        if model in self._engine.settings.lora_modules:
-            return model
+    def _check_model(self, model: str) -> None:
+        """Check that the model that a client named is the one that is served."""
         if model and model not in (self._engine.model_name, self._engine.settings.model):
             raise self._no_such_model(model)
-        return ""
 
     def _no_such_model(self, model: str) -> ApiError:
         message = f"the model {model!r} does not exist; this node serves {self._engine.model_name!r}"
