@@ -23,7 +23,6 @@ from .errors import (
     StepFailedError,
     reason_of,
 )
-from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
 from .step import StepOutcome, StepPlan
@@ -96,8 +95,6 @@ class EngineCore:
             Exception: any other failure of this request; it was not accepted.
         """
         self._check(source)
-        if self.parts.config.model.recurrent_layers:
-            source = without_last_prompt_token(source)
         self._num_added += 1
         # A client may reuse an id while the blocks of its first request are still offered to another node.
         unique_id = f"{source.request_id}-{self._num_added}"

@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ...connector.config import EngineConfig
 from ...connector.errors import WorkerHookError
-from ...connector.kv_cache_specs import KVCacheConfig, MambaSpec
+from ...connector.kv_cache_specs import KVCacheConfig
 from ...runner_mixin import state
 from ...runner_mixin.attention.building import build_attn_metadata
 from ...runner_mixin.forward_context import ForwardContext, set_forward_context
@@ -18,12 +18,10 @@ from ...runner_mixin.kv_caches import init_attn_backend, init_kv_cache
 from ...runner_mixin.layouts import init_kv_cache_for_connector
 from ...runner_mixin.mixin import KVConnectorModelRunnerMixin
 from ...runner_mixin.outputs import ModelRunnerOutput
-from ...runner_mixin.recurrent import build_state_metadata
 from ...transports.errors import ConfigurationError
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .errors import StepFailedError, reason_of
-from .recurrent import RecurrentLayer, find_mixers
 from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
 from .settings import Layout
 from .step import StepPlan
@@ -66,11 +64,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             layout: `"uniform"` is the layout that the connector prefers; `"per-layer"` has one buffer per layer.
         """
         attention = init_attn_backend(kv_cache_config, self.config, self.device)
-        layers: dict[str, PagedLayer | RecurrentLayer] = {
+        layers = {
             layer.name: PagedLayer(layer, attention.attn_backends[layer.name])
             for layer in self.config.model.layers
         }
-        layers |= self._recurrent_layers(kv_cache_config)
         if layout == "uniform":
             cache_dtype = self.config.cache.cache_dtype
             init_kv_cache_for_connector(
@@ -87,16 +84,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
         self._layers = layers
         self._metadata_builders = attention.metadata_builders
-        self._kv_cache_config = kv_cache_config
-
-    def _recurrent_layers(self, kv_cache_config: KVCacheConfig) -> dict[str, RecurrentLayer]:
-        mixers = find_mixers(self._model)
-        return {
-            name: RecurrentLayer.install(name, group.kv_cache_spec, mixers[name], self._model)
-            for group in kv_cache_config.kv_cache_groups
-            if isinstance(group.kv_cache_spec, MambaSpec)
-            for name in group.layer_names
-        }
 
     def warm_up(self) -> None:
         """Run the model once over a few tokens. This finds unsupported models, and makes the first request faster.
@@ -183,8 +170,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         metadata = build_attn_metadata(
             self._metadata_builders, inputs.batch, inputs.block_tables, inputs.slot_mappings
         )
-        states = build_state_metadata(self._kv_cache_config, inputs.batch, inputs.block_tables)
-        return ForwardContext(self._layers, metadata, states)
+        return ForwardContext(self._layers, metadata)
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs) -> _Forwarded:

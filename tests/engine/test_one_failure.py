@@ -328,18 +328,6 @@ async def test_a_step_that_fails_for_no_particular_request_costs_only_time(
     assert 3 in calls
 
 
-async def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed_again(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = EngineSettings(model=str(tiny_model("bamba")), block_size=16, num_blocks=60)
-    with running_engine(settings) as hybrid:
-        alone = {name: tokens(await answer(hybrid, request_of(name))) for name in "ab"}
-        forward_pass(hybrid._started(), monkeypatch)
-        answers = await ask_all(hybrid)
-    assert answers[VICTIM][-1].finish_reason == "error"
-    assert {name: tokens(answers[name]) for name in "ab"} == alone
-
-
 @pytest.mark.parametrize(
     "name", ["request_finished", "update_state_after_alloc", "get_num_new_matched_tokens"]
 )

@@ -97,7 +97,6 @@ def test_a_stage_without_some_kind_of_the_models_layers_is_refused(
     ("family", "num_stages", "why"),
     [
         ("llama", 4, "pipeline_parallel_size=4: this model has 3 layers"),
-        ("bamba", 2, "cannot spread the layers of bamba models"),
     ],
 )
 def test_a_model_with_too_few_layers_or_a_state_is_refused_before_any_process_starts(

@@ -285,4 +285,5 @@ def test_only_these_are_for_other_engines_than_ours() -> None:
         "scatter_mm_placeholders",
         "gather_mm_placeholders",
         "EncoderOnlyAttentionSpec",
+        "MambaSpec",
     }
