@@ -199,7 +199,7 @@ def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
         return False
     if not node.vllm_max_model_len:
         is_one = all(body.get(name) in allowed for name, allowed in _OF_REFERENCE.items())
-        return is_one and not _asks_for_scores(body) and not body.get("echo")
+        return is_one and not _asks_for_scores(body)
     if body.get("model") is not None and body["model"] not in node.vllm_models:
         return False  # an adapter's; the node's identity does not include it
     followed = _FOLLOWED if path == COMPLETIONS else _FOLLOWED_CHAT

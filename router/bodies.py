@@ -31,15 +31,11 @@ _ONLY_FOR_SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
         *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
         *("stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("logprobs", "top_logprobs", "return_top_logits", "return_token_ids"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_top_logits", "return_token_ids"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("guided_decoding_backend", "guided_whitespace_pattern"),
     }
 )
-#: With `echo`, these ask for log probabilities of the prompt. A reference node sends them along for the decode node. Of vLLM's
-#: servers the decode node computes them, and a prefill node that had to would not use its prefix cache.
-_ABOUT_ECHO = frozenset({"logprobs", "top_logprobs", "return_token_ids"})
-_ABOUT_THE_PROMPT = frozenset({"prompt_logprobs"})
 #: A grammar, which a server compiles. Some chat templates read it as well, but a prompt has no template.
 _GRAMMAR = frozenset({"response_format"})
 #: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which only one is loaded.
@@ -79,22 +75,16 @@ def prefill_body(
     *,
     wish: Mapping[str, Any] | None = None,
     answer: Mapping[str, Any] | None = None,
-    is_vllm: bool = False,
 ) -> dict[str, Any]:
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
     Args:
         wish: More keys of `kv_transfer_params`.
         answer: The `kv_transfer_params` of the conversation's latest answer. The node loads from it what it lacks.
-        is_vllm: The node is a server of vLLM.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     params = {**DO_REMOTE_DECODE, **(wish or {})}
     left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
-    if is_vllm:
-        left_out |= _ABOUT_THE_PROMPT
-    elif body.get("echo"):
-        left_out -= _ABOUT_ECHO
     # The likeliest token is the cheapest one.
     result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
     if answer is not None:

@@ -379,7 +379,7 @@ class Performance:
     def _facts(self, prefill: UpstreamNode | None, decode: UpstreamNode | None = None) -> Facts:
         exchange = self._exchange
         conditions = exchange.may_ask_both, exchange.conversation.has_answer
-        return Facts(self._services.options, exchange.body, *conditions, prefill, decode)
+        return Facts(self._services.options, *conditions, prefill, decode)
 
     async def _place(self) -> Actions:
         exchange, services = self._exchange, self._services
@@ -471,7 +471,6 @@ class Performance:
                     exchange.body,
                     wish=action.wish or {RELEASE_AS: name},
                     answer=None if action.answer is None else action.answer.params,
-                    is_vllm=node.abilities.vllm_max_model_len > 0,
                 )
                 self._timeline.prefill_sent(node.url)
                 self._progress.prompt_asked(node.url)

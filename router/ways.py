@@ -6,7 +6,7 @@ This is decided in one table. `docs/router-design.md` has the same one. Pure: no
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,7 +53,6 @@ class Facts:
     """
 
     options: Options
-    body: Mapping[str, Any]
     may_ask_both: bool = True
     has_answer: bool = False
     prefill: UpstreamNode | None = None
@@ -71,11 +70,6 @@ class Row(NamedTuple):
 TABLE = (
     Row("`--rendezvous off`", lambda f: not f.options.rendezvous, Way.IN_TURN),
     Row("the client has tokens, or both were asked in vain", lambda f: not f.may_ask_both, Way.IN_TURN),
-    Row(
-        "`echo` or `prompt_logprobs`, for which the prefill node's answer is needed",
-        lambda f: _needs_answer(f.body),
-        Way.IN_TURN,
-    ),
     Row(
         "the prefill node is to load the conversation's latest answer",
         lambda f: f.has_answer,
@@ -116,8 +110,3 @@ def named_offer(facts: Facts) -> Offer | None:
 
 def _params(name: str, prefill: UpstreamNode | None) -> dict[str, Any] | None:
     return None if prefill is None else rendezvous_params(name, prefill.place)
-
-
-def _needs_answer(body: Mapping[str, Any]) -> bool:
-    """Whether the decode node needs something of the prefill node's answer: log probabilities of the prompt."""
-    return bool(body.get("echo")) or body.get("prompt_logprobs") is not None

@@ -19,8 +19,6 @@ class ModelRunnerOutput:
             largest first.
         logprobs: For each request that asked for it, (token id, log probability) of its newest token, and then of the
             likeliest tokens in its place, the likeliest first.
-        prompt_logprobs: For each request that asked for it and computed prompt tokens that others follow: the position
-            of the first token that follows them, and for it and each later one what `logprobs` has for the newest.
         kv_connector_output: The connector's report, or None if it has nothing to report.
     """
 
@@ -29,9 +27,6 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
     top_logits: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     logprobs: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    prompt_logprobs: Mapping[str, tuple[int, tuple[tuple[tuple[int, float], ...], ...]]] = field(
-        default_factory=dict
-    )
 
 
 #: Shared by every step that has nothing to report. Frozen; use `dataclasses.replace` to make a changed copy.

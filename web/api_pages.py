@@ -20,7 +20,7 @@ _TOKENS: Mapping[str, Any] = {"type": "array", "items": _INTEGER}
 
 #: Fields of the bodies of both endpoints: schema, default, and what it does.
 _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
-    "model": (_TEXT, None, "name of the model or of an adapter; absent means the model that is served"),
+    "model": (_TEXT, None, "name of the model; absent means the model that is served"),
     "n": (_INTEGER, 1, "answers to each prompt, at most 256 in all"),
     "max_completion_tokens": (_INTEGER, None, "same as max_tokens, and wins over it"),
     "temperature": (_NUMBER, 1.0, "0 always takes the likeliest token, 0 to 100"),
@@ -48,14 +48,8 @@ _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
         None,
         "required: a text or token ids, or a list of several of one kind",
     ),
-    "max_tokens": (_INTEGER, 16, "longest answer; 0 is possible with echo"),
-    "echo": (_FLAG, False, "begin the answer with the prompt; with logprobs, also with those of its tokens"),
+    "max_tokens": (_INTEGER, 16, "longest answer"),
     "logprobs": (_INTEGER, None, "log probability of each token and of this many of the likeliest, 0 to 20"),
-    "prompt_items": (
-        {"type": "array", "items": {"type": "object"}},
-        None,
-        "vectors in place of some tokens of one prompt of token ids",
-    ),
 }
 _CHAT: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "messages": (

@@ -104,8 +104,6 @@ class Answer:
     ) -> RequestOutput:
         source, top_logits = self.request.source, self.request.top_logits
         logprobs = self.request.logprobs if token_ids else ()
-        is_first = bool(token_ids) and self.request.num_output_tokens == 1
-        scores = self.request.prompt_logprobs if is_first else {}
         return RequestOutput(
             source.request_id,
             token_ids,
@@ -116,7 +114,6 @@ class Answer:
             self._metrics(),
             NextToken(source.prompt_token_ids, top_logits) if top_logits else None,
             (logprobs,) if logprobs else (),
-            tuple(scores[position] for position in sorted(scores)),
         )
 
     def _metrics(self) -> RequestMetrics:

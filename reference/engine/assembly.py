@@ -24,13 +24,11 @@ from ...runner_mixin.kv_cache import (
 from ...transports.errors import ConfigurationError
 from .attention import IMPLEMENTATION, attention_layers
 from .executor import Executor, SingleProcessExecutor
-from .lora import adapters_identity, install_adapters
 from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
 from .parallel.stages import require_stages
 from .publisher import EventPublisher
-from .recurrent import recurrent_layers
 from .request import BlockHasher
 from .scheduler import Scheduler
 from .settings import EngineSettings
@@ -120,7 +118,6 @@ def _start(
         dtype = getattr(torch, config.model.dtype)
         # Load the model before the pool is planned, because the weights take memory.
         weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
-        install_adapters(weights, settings.lora_modules)
         config, pool = plan_pool(config, device, may_shorten=may_shorten)
         return config, pool, SingleProcessExecutor(config, pool, weights, settings.layout)
     config, pool = plan_pool(config, device, may_shorten=may_shorten)
@@ -151,9 +148,8 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
             layers=layers_of_rank(layers, stage_size),
-            recurrent_layers=recurrent_layers(model.config, dtype),
             num_kv_heads=num_kv_heads.pop() if len(num_kv_heads) == 1 else 0,
-            identity=replace(model.identity, adapters=adapters_identity(settings.lora_modules)),
+            identity=model.identity,
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
@@ -191,7 +187,7 @@ def _max_model_len(settings: EngineSettings, model: ModelDescription) -> int:
 
 
 def _required_model_len(settings: EngineSettings) -> int:
-    """Return the length that the user set. A recurrent model's configuration may have no limit."""
+    """Return the length that the user set, because the model's configuration has no limit."""
     if settings.max_model_len == 0:
         raise ConfigurationError(
             "max_model_len=0: the model does not say how long a sequence it was trained for; set max_model_len",

@@ -22,9 +22,6 @@ from ...transports.errors import ConfigurationError
 #: The implementation's name in transformers.
 IMPLEMENTATION = "kvferry_paged"
 
-#: Kinds of layers that keep a state (see `recurrent.py`) or nothing.
-_WITHOUT_ATTENTION = frozenset({"linear_attention", "mlp", "moe"})
-
 #: Arguments that some models also pass. Ignoring them would silently give wrong answers.
 _NOT_SUPPORTED = {"s_aux": "sinks", "position_bias": "a bias by position"}
 
@@ -81,7 +78,6 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
         return tuple(
             _attention_layer(config.per_layer_config[index], index, kind, targets.get(index, ""))
             for index, kind in enumerate(_layer_types(config))
-            if kind not in _WITHOUT_ATTENTION
         )
     except AttributeError as error:
         raise ConfigurationError(
@@ -126,13 +122,13 @@ def _sharing_targets(config: PretrainedConfig) -> dict[int, str]:
 
 
 def _window(config: PretrainedConfig, index: int, kind: str) -> int | None:
-    if kind in ("full_attention", "chunked_attention", "hybrid"):
+    if kind in ("full_attention", "chunked_attention"):
         return None
     if kind == "sliding_attention":
         return int(config.sliding_window)
     raise ConfigurationError(
         f"layer {index} of this {config.model_type} model is of kind {kind!r}; "
-        "this engine runs full, sliding-window and chunked attention, and recurrent layers",
+        "this engine runs full, sliding-window and chunked attention",
         key="model",
         value=config.model_type,
     )

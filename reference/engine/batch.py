@@ -15,21 +15,6 @@ from .step import ScheduledRequest, StepPlan
 
 
 @dataclass(frozen=True)
-class ScoredPrompt:
-    """Tokens of a prompt that follow the tokens that a step computes, and whose log probabilities were asked for.
-
-    Attributes:
-        first: Position of the first of them in the prompt.
-        count: How many of the likeliest tokens to report beside each.
-    """
-
-    request_id: str
-    first: int
-    token_ids: tuple[int, ...]
-    count: int
-
-
-@dataclass(frozen=True)
 class StepInputs:
     """One step's tensors, on the device. Tokens lie request after request.
 
@@ -41,8 +26,6 @@ class StepInputs:
         logits_indices: `(num_samples,)` int64: the tokens after which one is sampled.
         samplers: `(num_samples,)`.
         histories: `(num_samples,)`.
-        scored: Prompts of which the step yields log probabilities.
-        scored_indices: int64: the tokens that the tokens of `scored` follow, prompt after prompt.
     """
 
     input_ids: torch.Tensor
@@ -53,8 +36,6 @@ class StepInputs:
     logits_indices: torch.Tensor
     samplers: list[TokenSampler]
     histories: list[History]
-    scored: list[ScoredPrompt]
-    scored_indices: torch.Tensor
 
 
 class InputBatch:
@@ -100,7 +81,6 @@ class InputBatch:
         runs = list(zip(rows, starts, counts, strict=True))
         ends = np.cumsum(counts) - 1
         samples = [index for index, item in enumerate(plan.scheduled_requests) if item.yields_token]
-        scored, scored_indices = self._scored(plan, ends - np.array(counts) + 1)
         return StepInputs(
             input_ids=self._to_device([self._tokens[row, at : at + count] for row, at, count in runs]),
             position_ids=self._to_device([np.arange(at, at + count) for _, at, count in runs]),
@@ -119,24 +99,7 @@ class InputBatch:
                 )
                 for index in samples
             ],
-            scored=scored,
-            scored_indices=torch.from_numpy(scored_indices).to(self._device),
         )
-
-    def _scored(
-        self, plan: StepPlan, firsts: npt.NDArray[np.int64]
-    ) -> tuple[list[ScoredPrompt], npt.NDArray[np.int64]]:
-        """Find the prompts of which the step yields log probabilities, and the tokens of the step that yield them."""
-        scored: list[ScoredPrompt] = []
-        indices = [np.zeros(0, dtype=np.int64)]
-        for item, first in zip(plan.scheduled_requests, firsts, strict=True):
-            count = item.request.source.sampling.num_prompt_logprobs
-            start, prompt = item.num_computed_tokens, item.request.prompt_token_ids
-            token_ids = prompt[start + 1 : start + 1 + item.num_scheduled_tokens]
-            if count is not None and token_ids:
-                scored.append(ScoredPrompt(item.request_id, start + 1, tuple(token_ids), count))
-                indices.append(np.arange(first, first + len(token_ids)))
-        return scored, np.concatenate(indices)
 
     def make_dummy_inputs(self, num_tokens: int) -> StepInputs:
         """Make a step over `num_tokens` tokens of no request, at most one block. It writes to the null block and samples nothing."""
@@ -145,9 +108,7 @@ class InputBatch:
         positions = self._to_device([np.arange(num_tokens)])
         slots = [torch.arange(num_tokens, device=self._device) for _ in tables]
         last = torch.tensor([num_tokens - 1], device=self._device)
-        return StepInputs(
-            torch.zeros_like(positions), positions, batch, tables, slots, last, [], [], [], last[:0]
-        )
+        return StepInputs(torch.zeros_like(positions), positions, batch, tables, slots, last, [], [])
 
     def _to_device(self, runs: list[npt.NDArray[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(runs)).unsqueeze(0).to(self._device)

@@ -23,8 +23,6 @@ from .errors import (
     StepFailedError,
     reason_of,
 )
-from .prompt_items import check_items
-from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
 from .step import StepOutcome, StepPlan
@@ -70,7 +68,6 @@ class EngineCore:
     ) -> None:
         self._on_handoffs = on_handoffs
         self.parts = assemble(settings)
-        self._lora_names = frozenset(settings.lora_modules)
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
         self._totals = EngineTotals()
@@ -98,8 +95,6 @@ class EngineCore:
             Exception: any other failure of this request; it was not accepted.
         """
         self._check(source)
-        if self.parts.config.model.recurrent_layers:
-            source = without_last_prompt_token(source)
         self._num_added += 1
         # A client may reuse an id while the blocks of its first request are still offered to another node.
         unique_id = f"{source.request_id}-{self._num_added}"
@@ -128,8 +123,6 @@ class EngineCore:
     def _check(self, source: GenerationRequest) -> None:
         if source.request_id in self._answers:
             raise InvalidRequestError(f"request id {source.request_id!r} is in use", param="request_id")
-        if source.lora_name and source.lora_name not in self._lora_names:
-            raise InvalidRequestError(f"there is no adapter {source.lora_name!r}", param="model")
         if not source.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         vocab_size = self.parts.model.text_config.vocab_size
@@ -141,8 +134,6 @@ class EngineCore:
             raise InvalidRequestError(
                 f"a token id of the prompt is not in 0..{vocab_size - 1}", param="prompt"
             )
-        if source.items:
-            self._check_items(source)
         num_prompt, longest = len(source.prompt_token_ids), self.max_model_len - 1
         if num_prompt > longest:
             raise PromptTooLongError(
@@ -151,13 +142,6 @@ class EngineCore:
                 num_prompt_tokens=num_prompt,
                 max_prompt_tokens=longest,
             )
-
-    def _check_items(self, source: GenerationRequest) -> None:
-        config = self.parts.model.text_config
-        if getattr(config, "hidden_size_per_layer_input", 0):
-            # Its layers read the token ids again, and vectors have none.
-            raise InvalidRequestError("this model takes tokens only", param="prompt_items")
-        check_items(source, config.hidden_size)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now; returns its last output, or nothing if there is no such request."""

@@ -120,19 +120,13 @@ class Engine:
 
     @property
     def model_digest(self) -> str:
-        """Digest of what decides an answer: model, dtype, adapters, tokenizer, chat template and length limit.
+        """Digest of what decides an answer: model, dtype, tokenizer, chat template and length limit.
 
         It is empty if the tokenizer is not known, because another engine's could be another one.
         """
         model = self._started().parts.config.model
         identity = model.identity
-        parts = (
-            identity.weights,
-            identity.configuration,
-            identity.adapters,
-            identity.tokenizer,
-            identity.chat_template,
-        )
+        parts = identity.weights, identity.configuration, identity.tokenizer, identity.chat_template
         made_of = "\0".join((model.dtype, str(model.max_model_len), *parts))
         return hashlib.sha256(made_of.encode()).hexdigest()[:16] if identity.tokenizer else ""
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...connector.stats import TransferRecord
-from ...runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature, sha256
-from .types import FinishReason, GenerationRequest, Logprobs, PromptItem
+from ...runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature
+from .types import FinishReason, GenerationRequest, Logprobs
 
 BlockHasher = Callable[["Request"], list[BlockHash]]
 
@@ -62,7 +62,6 @@ class Request:
     Attributes:
         source: The request as the client sent it.
         all_token_ids: The prompt and the generated tokens.
-        mm_features: The parts of the prompt's items that block hashes depend on.
         block_hashes: Hashes of the full blocks of these tokens.
         num_computed_tokens: The number of tokens whose keys and values are in the request's blocks.
         top_logits: The largest logits for the first token of the answer, if the client asked for them.
@@ -75,15 +74,13 @@ class Request:
         self.request_id = request_id
         self.source = source
         self.all_token_ids = [*source.prompt_token_ids, *source.known_token_ids]
-        self.mm_features = tuple(_feature(item) for item in source.items)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.top_logits: tuple[tuple[int, float], ...] = ()
         self.logprobs: Logprobs = ()
-        self.prompt_logprobs: dict[int, Logprobs] = {}
-        self.may_load = not self.computes_whole_prompt
+        self.may_load = True
         self.figures = RequestFigures(arrival_s)
         self._hasher = hasher
         self.block_hashes += hasher(self)
@@ -92,21 +89,20 @@ class Request:
         return f"<Request {self.request_id} {self.status.value} {self.num_computed_tokens}/{self.num_tokens}>"
 
     @property
-    def computes_whole_prompt(self) -> bool:
-        """Whether the logits of the whole prompt are needed, so that nothing of it may come from a cache."""
-        return self.source.sampling.num_prompt_logprobs is not None
-
-    @property
     def cache_salt(self) -> str | None:
         return self.source.cache_salt or None
 
     @property
-    def lora_id(self) -> str | None:
-        return self.source.lora_name or None
+    def lora_id(self) -> None:
+        return None  # the engine has no adapters
+
+    @property
+    def mm_features(self) -> Sequence[MultiModalFeature]:
+        return ()  # prompts are tokens only
 
     @property
     def prompt_embeds(self) -> None:
-        return None  # vectors come as items, among `mm_features`
+        return None
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
@@ -143,10 +139,3 @@ class Request:
         """Add a generated token."""
         self.all_token_ids.append(token_id)
         self.block_hashes += self._hasher(self)
-
-
-def _feature(item: PromptItem) -> MultiModalFeature:
-    """Return the parts of an item that block hashes depend on: its contents and their position."""
-    # As two values: end to end, the bytes of one item could be those of another.
-    contents = sha256((item.vectors, bytes(item.is_embed)))
-    return MultiModalFeature(contents.hex(), item.offset, item.length)

@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ...connector.config import EngineConfig
 from ...connector.errors import WorkerHookError
-from ...connector.kv_cache_specs import KVCacheConfig, MambaSpec
+from ...connector.kv_cache_specs import KVCacheConfig
 from ...runner_mixin import state
 from ...runner_mixin.attention.building import build_attn_metadata
 from ...runner_mixin.forward_context import ForwardContext, set_forward_context
@@ -18,14 +18,10 @@ from ...runner_mixin.kv_caches import init_attn_backend, init_kv_cache
 from ...runner_mixin.layouts import init_kv_cache_for_connector
 from ...runner_mixin.mixin import KVConnectorModelRunnerMixin
 from ...runner_mixin.outputs import ModelRunnerOutput
-from ...runner_mixin.recurrent import build_state_metadata
 from ...transports.errors import ConfigurationError
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .errors import StepFailedError, reason_of
-from .lora import set_step_adapters
-from .prompt_items import embed_step
-from .recurrent import RecurrentLayer, find_mixers
 from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
 from .settings import Layout
 from .step import StepPlan
@@ -38,13 +34,11 @@ class _Forwarded:
 
     Attributes:
         top_logits, logprobs: One per token; empty for a request that did not ask.
-        prompt_logprobs: As in `ModelRunnerOutput`.
     """
 
     tokens: list[int] = field(default_factory=list)
     top_logits: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: dict[str, tuple[int, tuple[Logprobs, ...]]] = field(default_factory=dict)
 
 
 class ModelRunner(KVConnectorModelRunnerMixin):
@@ -70,11 +64,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             layout: `"uniform"` is the layout that the connector prefers; `"per-layer"` has one buffer per layer.
         """
         attention = init_attn_backend(kv_cache_config, self.config, self.device)
-        layers: dict[str, PagedLayer | RecurrentLayer] = {
+        layers = {
             layer.name: PagedLayer(layer, attention.attn_backends[layer.name])
             for layer in self.config.model.layers
         }
-        layers |= self._recurrent_layers(kv_cache_config)
         if layout == "uniform":
             cache_dtype = self.config.cache.cache_dtype
             init_kv_cache_for_connector(
@@ -91,16 +84,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
         self._layers = layers
         self._metadata_builders = attention.metadata_builders
-        self._kv_cache_config = kv_cache_config
-
-    def _recurrent_layers(self, kv_cache_config: KVCacheConfig) -> dict[str, RecurrentLayer]:
-        mixers = find_mixers(self._model)
-        return {
-            name: RecurrentLayer.install(name, group.kv_cache_spec, mixers[name], self._model)
-            for group in kv_cache_config.kv_cache_groups
-            if isinstance(group.kv_cache_spec, MambaSpec)
-            for name in group.layer_names
-        }
 
     def warm_up(self) -> None:
         """Run the model once over a few tokens. This finds unsupported models, and makes the first request faster.
@@ -154,14 +137,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         try:
             with (
                 set_forward_context(context),
-                set_step_adapters(plan),
                 self.maybe_get_kv_connector_output(plan) as report,
             ):
                 if failure is not None:
                     raise failure
                 try:
                     with same_numbers_after_failure(inputs.samplers):
-                        forwarded = self._forward(inputs, self._embedded(plan, inputs))
+                        forwarded = self._forward(inputs)
                 except Exception as error:
                     failure = error
                     raise
@@ -182,50 +164,38 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             # Stages before the last one yield nothing.
             top_logits={name: top for name, top in zip(yielding, forwarded.top_logits, strict=False) if top},
             logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=False) if some},
-            prompt_logprobs=forwarded.prompt_logprobs,
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
         metadata = build_attn_metadata(
             self._metadata_builders, inputs.batch, inputs.block_tables, inputs.slot_mappings
         )
-        states = build_state_metadata(self._kv_cache_config, inputs.batch, inputs.block_tables)
-        return ForwardContext(self._layers, metadata, states)
+        return ForwardContext(self._layers, metadata)
 
     @torch.inference_mode()
-    def _embedded(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
-        embedding = self._model.get_input_embeddings()
-        return embed_step(plan, inputs.input_ids, embedding)
-
-    @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, embedded: torch.Tensor | None = None) -> _Forwarded:
-        """Run the model on the step's tokens or vectors, and choose the next token of each request that has one.
+    def _forward(self, inputs: StepInputs) -> _Forwarded:
+        """Run the model on the step's tokens, and choose the next token of each request that has one.
 
         Stages before the last one pass their hidden states on, and return nothing.
         """
         is_last = self.config.parallel.is_last_stage
-        wanted = torch.cat([inputs.logits_indices, inputs.scored_indices])
+        wanted = inputs.logits_indices
         result = self._model(
-            input_ids=inputs.input_ids if embedded is None else None,
-            inputs_embeds=embedded,
+            input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
             logits_to_keep=wanted if is_last else wanted[:0],
         )
         if not is_last:
             return _Forwarded()
-        num_samples = len(inputs.samplers)
-        logits, scored = result.logits[0][:num_samples], result.logits[0][num_samples:]
-        tokens = (
-            sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
-            if num_samples
-            else []
-        )
+        if not inputs.samplers:
+            return _Forwarded()
+        logits = result.logits[0]
+        tokens = sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
         return _Forwarded(
             tokens,
             top_logits(logits, inputs.samplers),
             _logprobs_of_samples(logits, tokens, inputs),
-            _logprobs_of_prompts(scored, inputs),
         )
 
 
@@ -234,17 +204,3 @@ def _logprobs_of_samples(logits: torch.Tensor, tokens: list[int], inputs: StepIn
     rows = [row for row, count in enumerate(asked) if count is not None]
     found = iter(logprobs_of(logits[rows], [tokens[row] for row in rows], [asked[row] or 0 for row in rows]))
     return [() if count is None else next(found) for count in asked]
-
-
-def _logprobs_of_prompts(
-    logits: torch.Tensor, inputs: StepInputs
-) -> dict[str, tuple[int, tuple[Logprobs, ...]]]:
-    by_request: dict[str, tuple[int, tuple[Logprobs, ...]]] = {}
-    for prompt in inputs.scored:
-        num_tokens = len(prompt.token_ids)
-        own, logits = logits[:num_tokens], logits[num_tokens:]
-        by_request[prompt.request_id] = (
-            prompt.first,
-            tuple(logprobs_of(own, prompt.token_ids, [prompt.count] * num_tokens)),
-        )
-    return by_request

@@ -263,9 +263,7 @@ class Scheduler:
 
     def _try_start(self, request: Request, draft: StepDraft) -> Literal["not yet", "no blocks"] | None:
         """Start a request that waits, which the caller takes out of the queue. Otherwise return why it stays there."""
-        local_blocks, num_local = (
-            (None, 0) if request.computes_whole_prompt else self._manager.get_computed_blocks(request)
-        )
+        local_blocks, num_local = self._manager.get_computed_blocks(request)
         num_external, is_async = self._num_loadable_tokens(request, num_local)
         if num_external is None:
             return "not yet"
@@ -356,8 +354,6 @@ class Scheduler:
                 del self._suspects[request.request_id]
             request.top_logits = request.top_logits or result.top_logits.get(request.request_id, ())
             request.logprobs = result.logprobs.get(request.request_id, ())
-            first, scores = result.prompt_logprobs.get(request.request_id, (0, ()))
-            request.prompt_logprobs.update(enumerate(scores, first))
             try:
                 self._take_in(request, sampled[request.request_id], outcome)
             except Exception as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from ...connector.config import KVTransferConfig, PageOrder
@@ -39,7 +38,6 @@ class EngineSettings:
         tensor_parallel_size: Worker processes that share each layer; 1 for no worker process.
         pipeline_parallel_size: Stages that share the layers, each with `tensor_parallel_size` worker processes. If both are
             1, the model runs in this process.
-        lora_modules: Name → folder of each LoRA adapter that requests can choose.
         kv_events_endpoint: `tcp://HOST:PORT` at which to publish what the prefix cache stores and removes; port 0 for a free one,
             empty to publish nothing.
         kv_transfer: The connector and its options; None on a node that transfers nothing.
@@ -65,7 +63,6 @@ class EngineSettings:
     num_threads: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    lora_modules: Mapping[str, str] = field(default_factory=dict)
     kv_events_endpoint: str = ""
     kv_transfer: KVTransferConfig | None = None
 
@@ -89,7 +86,6 @@ class EngineSettings:
             if setting.name in minima:
                 _require_at_least(setting.name, getattr(self, setting.name), minima[setting.name])
         self._require_cpu_for_workers()
-        self._check_adapters()
         if self.num_blocks == 1:
             raise ConfigurationError("num_blocks=1: it must be 0 or at least 2", key="num_blocks", value=1)
         if not 0.0 < self.memory_utilization <= 1.0:
@@ -118,21 +114,6 @@ class EngineSettings:
                 raise ConfigurationError(
                     f"{key}={value} is for the CPU, not for device={self.device!r}", key=key, value=value
                 )
-
-    def _check_adapters(self) -> None:
-        if self.lora_modules and self.num_workers > 1:
-            raise ConfigurationError(
-                f"lora_modules: a model spread over {self.num_workers} processes (tensor_parallel_size="
-                f"{self.tensor_parallel_size}, pipeline_parallel_size={self.pipeline_parallel_size}) cannot use "
-                "adapters in this engine",
-                key="lora_modules",
-            )
-        taken = {"", self.model, self.served_model_name}
-        if bad := taken & self.lora_modules.keys():
-            raise ConfigurationError(
-                f"lora_modules: an adapter cannot have the name {bad.pop()!r}: it is empty or the model's",
-                key="lora_modules",
-            )
 
 
 def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

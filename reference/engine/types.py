@@ -33,8 +33,6 @@ class SamplingParams:
         num_top_logits: How many of the largest logits for the first token to return, 0 to 20.
         num_logprobs: Return the log probability of each token of the answer, and of this many of the likeliest, 0 to 20.
             None returns none.
-        num_prompt_logprobs: The same for each token of the prompt but the first. The node then computes the whole
-            prompt, whatever it has cached or could load.
         presence_penalty: Subtracted from the logits of the answer's tokens, -2 to 2.
         frequency_penalty: Subtracted from them once per occurrence, -2 to 2.
         repetition_penalty: Positive logits of the prompt's and the answer's tokens are divided by it, and others
@@ -52,7 +50,6 @@ class SamplingParams:
     ignore_eos: bool = False
     num_top_logits: int = 0
     num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -62,9 +59,8 @@ class SamplingParams:
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.num_top_logits <= 20, "return_top_logits", self.num_top_logits, "between 0 and 20")
-        for number in (self.num_logprobs, self.num_prompt_logprobs):
-            allowed = f"between 0 and {MAX_LOGPROBS}"
-            _require(number is None or 0 <= number <= MAX_LOGPROBS, "logprobs", number, allowed)
+        number, allowed = self.num_logprobs, f"between 0 and {MAX_LOGPROBS}"
+        _require(number is None or 0 <= number <= MAX_LOGPROBS, "logprobs", number, allowed)
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
             _require(-2.0 <= penalty <= 2.0, name, penalty, "between -2 and 2")
@@ -80,23 +76,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class PromptItem:
-    """Replace some of a prompt's tokens by vectors, such as an encoder of images or sounds makes.
-
-    Attributes:
-        offset: Position of the item's first token in the prompt.
-        length: Number of its tokens in the prompt. The ids of those that have a vector do not matter.
-        vectors: `(num_vectors, hidden_size)` float32, little-endian.
-        is_embed: Whether each of its tokens has a vector; empty if all of them have.
-    """
-
-    offset: int
-    length: int
-    vectors: bytes
-    is_embed: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
 class GenerationRequest:
     """Ask for the continuation of one prompt.
 
@@ -104,8 +83,6 @@ class GenerationRequest:
         request_id: Unique among the live requests of the node.
         kv_transfer_params: What to transfer, as a router or a prefill node wrote it.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
-        lora_name: The adapter that the request uses; empty for none.
-        items: In the order of their offsets, without overlap.
         known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
         move_as: The name by which `Engine.move` finds the request; empty: it stays here.
     """
@@ -115,8 +92,6 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str = ""
-    lora_name: str = ""
-    items: tuple[PromptItem, ...] = ()
     known_token_ids: tuple[int, ...] = ()
     move_as: str = ""
 
@@ -183,8 +158,6 @@ class RequestOutput:
             the node needs that goes on with it.
         next_token: Set from the first token on if the request has `num_top_logits`.
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
-        prompt_logprobs: With the first token if the request has `num_prompt_logprobs`: one entry for each token of the
-            prompt but the first.
         is_known: The piece is the request's `known_token_ids`, which the client has already.
     """
 
@@ -197,7 +170,6 @@ class RequestOutput:
     metrics: RequestMetrics
     next_token: NextToken | None = None
     logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] = ()
     is_known: bool = False
 
 

@@ -35,7 +35,7 @@ class ModelDescription:
     """A model without its weights.
 
     Attributes:
-        identity: The digests that a peer compares, without those of adapters.
+        identity: The digests that a peer compares.
         eos_token_ids: Tokens that end an answer.
     """
 

@@ -36,10 +36,10 @@ from ...web.serving import close_connections_while
 from ...web.tracing import current_span, name_request, observed, span_of_work, traced_params
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
-from ..engine.types import GenerationRequest, Logprobs, RequestOutput
+from ..engine.types import GenerationRequest, RequestOutput
 from .fan_out import Piece, pieces_of
 from .known_answer import KnownAnswer
-from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
+from .logprobs import TokenNames
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
 from .phases import Phases
@@ -49,7 +49,6 @@ from .replies import (
     ChatFormat,
     Choice,
     CompletionFormat,
-    Echo,
     Envelope,
     ReplyFormat,
     failure,
@@ -201,7 +200,7 @@ class NodeServer:
         """Say which requests fit: a router refuses a node that cannot do what it was named for."""
         settings = self._engine.settings
         role = {"kv_role": settings.kv_transfer.kv_role} if settings.kv_transfer else {}
-        return {**role, "models": [self._engine.model_name, *settings.lora_modules]}
+        return {**role, "models": [self._engine.model_name]}
 
     def _described(self, status: str, error: str, is_well: bool, **facts: Any) -> web.Response:
         body = {"status": status, **({"error": error} if error else {}), **facts}
@@ -240,28 +239,24 @@ class NodeServer:
             self._spans.keep(span, _client_id_of(span.request_id))
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": self._served_models()})
+        return web.json_response({"object": "list", "data": [self._served_model()]})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        found = [model for model in self._served_models() if model["id"] == name]
-        if not found:
+        model = self._served_model()
+        if model["id"] != name:
             raise self._no_such_model(name)
-        return web.json_response(found[0])
+        return web.json_response(model)
 
-    def _served_models(self) -> list[dict[str, Any]]:
+    def _served_model(self) -> dict[str, Any]:
         engine = self._running_engine()
-        model = {
+        return {
             "id": engine.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvferry",
             "max_model_len": engine.max_model_len,
         }
-        adapters = [
-            {**model, "id": name, "parent": engine.model_name} for name in engine.settings.lora_modules
-        ]
-        return [model, *adapters]
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -329,10 +324,9 @@ class NodeServer:
     ) -> web.StreamResponse:
         engine = self._engine
         with _refusals_as_api_errors():
-            self._prompts.refuse_by_size(body.get("prompt"))
             client = parse(body)
             self._refuse_another_model(client.known)
-            lora_name = self._lora_name(client.model)
+            self._check_model(client.model)
             try:
                 prompts = [await self._prompts.read(prompt) for prompt in client.prompts]
             except asyncio.CancelledError:  # the client left before the engine got the request
@@ -341,26 +335,21 @@ class NodeServer:
                 raise
             if len(prompts) > 1:  # an answer that has begun could not be refused any more
                 self._prompts.refuse_too_long(prompts)
-            client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
         client_request_id = name_request(_client_request_id(request))
         request_id = f"{reply_format.id_prefix}-{client_request_id}"
         requests = [
             [
                 # A node loads a prompt once; further answers to it find it in the prefix cache.
-                self._generation(request_id, client, prompt, lora_name, number)
+                self._generation(request_id, client, prompt, number)
                 for number in range(client.num_answers)
             ]
             for prompt in prompts
         ]
-        choices = [
-            Choice(number * client.num_answers + index, self._echo(client, number, prompt, prompt_logprobs))
-            for number, prompt in enumerate(prompts)
-            for index in range(client.num_answers)
-        ]
+        choices = [Choice(index) for index in range(len(prompts) * client.num_answers)]
         envelope = Envelope(
             reply_format,
             request_id,
-            lora_name or engine.model_name,
+            engine.model_name,
             int(time.time())
             if client.known is None or client.known.created is None
             else client.known.created,
@@ -398,43 +387,8 @@ class NodeServer:
                 "send the request to another node"
             )
 
-    def _with_prompt_logprobs(
-        self, client: ClientRequest, num_prompt_tokens: int
-    ) -> tuple[ClientRequest, tuple[Logprobs, ...] | None]:
-        """Decide where the log probabilities of the prompt come from, if the client wants them.
-
-        Returns:
-            The request as the engine shall compute it, and what a prefill node has sent along; None if it has not.
-
-        Raises:
-            ApiError: what it sent is malformed (400).
-        """
-        params, given = take_prompt_logprobs(client.kv_transfer_params, num_prompt_tokens)
-        client = replace(client, kv_transfer_params=params)
-        if client.sampling.num_prompt_logprobs is None:
-            return client, None
-        if given is not None:
-            return replace(client, sampling=replace(client.sampling, num_prompt_logprobs=None)), given
-        if params is not None and params.get("do_remote_prefill"):
-            # Only computing the prompt gives its log probabilities, so this node does that, and loads nothing.
-            self._engine.decline(params)
-            params = None
-        return replace(client, kv_transfer_params=params), None
-
-    def _echo(
-        self,
-        client: ClientRequest,
-        number: int,
-        prompt: tuple[int, ...],
-        prompt_logprobs: tuple[Logprobs, ...] | None,
-    ) -> Echo | None:
-        if not client.echo:
-            return None
-        text = self._prompts.text_of(client.prompts[number], prompt)
-        return Echo(text, prompt, prompt_logprobs, client.only_echo)
-
     def _generation(
-        self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], lora_name: str, number: int
+        self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], number: int
     ) -> GenerationRequest:
         """Return the request for the answer of this number to a prompt."""
         sampling = client.sampling
@@ -447,8 +401,6 @@ class NodeServer:
             sampling=sampling,
             kv_transfer_params=None if number else traced_params(client.kv_transfer_params, current_span()),
             cache_salt=client.cache_salt,
-            lora_name=lora_name,
-            items=client.items,
             known_token_ids=() if client.known is None else client.known.token_ids,
             move_as="" if client.known is None else client.known.move_as,
         )
@@ -462,10 +414,6 @@ class NodeServer:
                 async for output in outputs:
                     phases.observe(output)
                     measured.observe(output)
-                    if output.prompt_logprobs and output.kv_transfer_params is not None:
-                        # The decode node will not compute the prompt, so it needs them from here.
-                        params = {**output.kv_transfer_params, PROMPT_LOGPROBS: output.prompt_logprobs}
-                        output = replace(output, kv_transfer_params=params)
                     yield output
         except Exception as error:
             phases.end("error", f"{type(error).__name__}: {error}")
@@ -551,13 +499,10 @@ class NodeServer:
             raise unavailable("the node is still starting")
         return self._engine
 
-    def _lora_name(self, model: str) -> str:
-        """Return the adapter that a client chose by the name of a model; empty for the model itself."""
-        if model in self._engine.settings.lora_modules:
-            return model
+    def _check_model(self, model: str) -> None:
+        """Check that the model that a client named is the one that is served."""
         if model and model not in (self._engine.model_name, self._engine.settings.model):
             raise self._no_such_model(model)
-        return ""
 
     def _no_such_model(self, model: str) -> ApiError:
         message = f"the model {model!r} does not exist; this node serves {self._engine.model_name!r}"

@@ -172,14 +172,6 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--served-model-name", default="", help="name of the model for clients (default: the folder's name)"
     )
     group.add_argument(
-        "--lora-modules",
-        type=_named_path,
-        nargs="+",
-        default=[],
-        metavar="NAME=PATH",
-        help="folders of LoRA adapters in PEFT's format; a request chooses one by giving its name as the model",
-    )
-    group.add_argument(
         "--max-model-len",
         type=int,
         default=0,
@@ -243,13 +235,6 @@ def _endpoint(text: str) -> str:
     return f"tcp://{host or '127.0.0.1'}:{port}"
 
 
-def _named_path(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
-    return name, path
-
-
 def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineSettings:
     return EngineSettings(
         model=options.model,
@@ -269,7 +254,6 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         num_threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        lora_modules=dict(options.lora_modules),
         kv_events_endpoint=options.kv_events,
         kv_transfer=kv_transfer,
     )

@@ -63,5 +63,4 @@ def take_known_answer(
 
 def asks_for_scores(sampling: SamplingParams) -> bool:
     """Whether a request asks for log probabilities or logits, which only the node that computes a token has."""
-    scores = sampling.num_logprobs, sampling.num_prompt_logprobs
-    return any(number is not None for number in scores) or sampling.num_top_logits > 0
+    return sampling.num_logprobs is not None or sampling.num_top_logits > 0

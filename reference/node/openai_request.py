@@ -14,9 +14,8 @@ from typing import Any
 from ...web.api_pages import fields_of
 from ...web.errors import bad_request
 from ...web.fields import Fields
-from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
+from ..engine.types import MAX_LOGPROBS, SamplingParams
 from .known_answer import KnownAnswer, asks_for_scores, take_known_answer
-from .prompt_items import parse_items
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -80,7 +79,6 @@ _NOTHING: tuple[object, ...] = (False, "", [], {})
 #: What a client can do instead, for the messages about some of these fields.
 ALTERNATIVES: Mapping[str, str] = {
     "best_of": ": ask for n answers, and choose",
-    "prompt_logprobs": ": use 'echo' and 'logprobs'",
     "top_logprobs": ": completions have 'logprobs'",
 }
 
@@ -111,27 +109,21 @@ class ClientRequest:
         model: The model's name as the client wrote it; empty means the model that is served.
         prompts: Each a text, token ids, or a chat.
         num_answers: Answers to each prompt.
-        echo: Answers begin with the prompt.
-        only_echo: Answers have nothing but the prompt. The engine makes one token all the same.
         include_usage: Whether a stream ends with a chunk that has the usage.
         return_token_ids: Whether answers have `token_ids` in addition to the text.
         cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
-        items: The parts of the prompt that are vectors rather than tokens.
         known: The beginning of the answer, after which this node continues. None: it begins here.
     """
 
     model: str
     prompts: tuple[Prompt, ...]
     num_answers: int
-    echo: bool
-    only_echo: bool
     sampling: SamplingParams
     stream: bool
     include_usage: bool
     return_token_ids: bool
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str
-    items: tuple[PromptItem, ...]
     known: KnownAnswer | None = None
 
 
@@ -148,10 +140,7 @@ def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
     fields = Fields(body)
     # Some clients write false for an absent number.
     num_logprobs = None if body.get("logprobs") is False else fields.optional_integer("logprobs")
-    echo = fields.boolean("echo", False)
-    if echo and body.get("prompt_items"):
-        raise bad_request("echo: a prompt with vectors (prompt_items) has no text", "echo")
-    return _client_request(body, _prompts(body["prompt"]), DEFAULT_COMPLETION_TOKENS, num_logprobs, echo=echo)
+    return _client_request(body, _prompts(body["prompt"]), DEFAULT_COMPLETION_TOKENS, num_logprobs)
 
 
 def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
@@ -173,7 +162,7 @@ def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
     wants_logprobs = fields.boolean("logprobs", False)
     if num_top and not wants_logprobs:
         raise bad_request("top_logprobs needs 'logprobs': true", "top_logprobs")
-    return _client_request(body, (chat,), UNLIMITED_TOKENS, num_top if wants_logprobs else None, echo=False)
+    return _client_request(body, (chat,), UNLIMITED_TOKENS, num_top if wants_logprobs else None)
 
 
 def _client_request(
@@ -181,14 +170,11 @@ def _client_request(
     prompts: tuple[Prompt, ...],
     default_max_tokens: int,
     num_logprobs: int | None,
-    *,
-    echo: bool,
 ) -> ClientRequest:
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens", default_max_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens)
     kv_transfer_params, known = take_known_answer(fields.optional_mapping("kv_transfer_params"))
-    only_echo = echo and max_tokens == 0
     num_answers = fields.integer("n", 1)
     if num_answers < 1:
         raise bad_request(f"n={num_answers}: it must be at least 1", "n")
@@ -199,7 +185,7 @@ def _client_request(
             "n" if num_answers > 1 else "prompt",
         )
     sampling = SamplingParams(
-        max_tokens=1 if only_echo else max_tokens,
+        max_tokens=max_tokens,
         temperature=fields.number("temperature", 1.0),
         top_p=fields.number("top_p", 1.0),
         seed=fields.optional_integer("seed"),
@@ -207,7 +193,6 @@ def _client_request(
         ignore_eos=fields.boolean("ignore_eos", False),
         num_top_logits=fields.integer("return_top_logits", 0),
         num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_logprobs if echo else None,
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0),
@@ -224,11 +209,10 @@ def _client_request(
     if (
         known is not None
         and known.token_ids
-        and (num_answers * len(prompts) > 1 or echo or asks_for_scores(sampling))
+        and (num_answers * len(prompts) > 1 or asks_for_scores(sampling))
     ):
         raise bad_request(
-            "kv_transfer_params.continues needs one answer to one prompt, and neither echo nor log probabilities: "
-            "leave it out",
+            "kv_transfer_params.continues needs one answer to one prompt, and no log probabilities: leave it out",
             "kv_transfer_params",
         )
     # As vLLM does. A client that sends an empty salt by mistake would share cached prompts without knowing it.
@@ -240,15 +224,12 @@ def _client_request(
         model=fields.text("model", ""),
         prompts=prompts,
         num_answers=num_answers,
-        echo=echo,
-        only_echo=only_echo,
         sampling=sampling,
         stream=fields.boolean("stream", False),
         include_usage=Fields(fields.mapping("stream_options")).boolean("include_usage", False),
         return_token_ids=fields.boolean("return_token_ids", False),
         kv_transfer_params=kv_transfer_params,
         cache_salt=fields.text("cache_salt", ""),
-        items=parse_items(body),
         known=known,
     )
 

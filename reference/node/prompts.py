@@ -17,7 +17,6 @@ from ...web.errors import bad_request, unavailable
 from ...web.serving import SHUTDOWN_DEADLINE_S, leave_now
 from ..engine.errors import PromptTooLongError
 from .openai_request import ChatPrompt, Prompt
-from .prompt_sizes import size_bound_of
 
 #: Prompts of up to this many characters are tokenized on the event loop. This takes a millisecond or two; a thread would take
 #: longer to get to it.
@@ -46,7 +45,6 @@ class PromptReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
-        self._bound = size_bound_of(tokenizer)
         # The first call initializes the tokenizer, which must not happen in two threads at once.
         tokenizer.encode("", verbose=False)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
@@ -54,33 +52,12 @@ class PromptReader:
         self.num_waiting = 0
         self._running: set[Future[tuple[int, ...]]] = set()
 
-    def refuse_by_size(self, prompt: object) -> None:
-        """Refuse a `prompt` that is certainly too long, before anything reads or copies its contents.
-
-        Raises:
-            PromptTooLongError: it is longer than the longest prompt.
-        """
-        if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
-            for item in prompt:
-                self._refuse_one_by_size(item)
-        else:
-            self._refuse_one_by_size(prompt)
-
-    def _refuse_one_by_size(self, prompt: object) -> None:
-        if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
-            if len(prompt) > self._max_prompt_tokens:
-                raise self._too_long(f"{len(prompt)}", len(prompt))
-        elif isinstance(prompt, str):
-            with contextlib.suppress(UnicodeEncodeError):  # reported when the text is read
-                self._check_size(prompt)
-
     async def read(self, prompt: Prompt) -> tuple[int, ...]:
         """Encode a prompt. A chat is first turned into a text by the model's template.
 
         Raises:
             ApiError: the prompt has a token id outside the vocabulary, is not valid Unicode, is refused by the model's chat
                 template, or is empty (400); or too many long prompts are waiting (503).
-            PromptTooLongError: the text is certainly longer than the longest prompt.
         """
         if isinstance(prompt, tuple) or _num_chars(prompt) <= SHORT_CHARS:
             return self._token_ids(prompt)
@@ -94,11 +71,12 @@ class PromptReader:
         """
         for prompt in prompts:
             if len(prompt) > self._max_prompt_tokens:
-                raise self._too_long(f"{len(prompt)}", len(prompt))
-
-    def text_of(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
-        """Return a prompt's text, for an answer that begins with it."""
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(token_ids)))
+                raise PromptTooLongError(
+                    f"the prompt has {len(prompt)} tokens: at most {self._max_prompt_tokens} are possible, "
+                    "with room for an answer of one token",
+                    num_prompt_tokens=len(prompt),
+                    max_prompt_tokens=self._max_prompt_tokens,
+                )
 
     async def close(self) -> None:
         """Wait for the prompts that are being tokenized, and start no others.
@@ -160,23 +138,10 @@ class PromptReader:
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:
-            self._check_size(text)
+            text.encode()
         except UnicodeEncodeError as error:
             raise bad_request(f"the text is not valid Unicode: {error}", param) from None
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-
-    def _check_size(self, text: str) -> None:
-        least = self._bound.least_tokens(text)
-        if least > self._max_prompt_tokens:
-            raise self._too_long(f"at least {least}", least)
-
-    def _too_long(self, words: str, num_tokens: int) -> PromptTooLongError:
-        return PromptTooLongError(
-            f"the prompt has {words} tokens: at most {self._max_prompt_tokens} are possible, "
-            "with room for an answer of one token",
-            num_prompt_tokens=num_tokens,
-            max_prompt_tokens=self._max_prompt_tokens,
-        )
 
     def _chat_text(self, chat: ChatPrompt) -> str:
         if not self._tokenizer.chat_template:

@@ -43,7 +43,7 @@ class ReplyFormat(ABC):
 
     @abstractmethod
     def logprobs(
-        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], offset: int
+        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
         """Return a choice's `logprobs`; see `completion_logprobs`."""
 
@@ -61,7 +61,7 @@ class CompletionFormat(ReplyFormat):
         return self.whole(text)
 
     def logprobs(
-        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], offset: int
+        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
         return completion_logprobs(names, token_ids, logprobs, offset)
 
@@ -81,24 +81,9 @@ class ChatFormat(ReplyFormat):
         return {"delta": {**role, "content": text}, "logprobs": None}
 
     def logprobs(
-        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], offset: int
+        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
         return chat_logprobs(names, token_ids, logprobs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Echo:
-    """The prompt at the beginning of an answer.
-
-    Attributes:
-        logprobs: One for each token but the first, if a prefill node sent them. None if this node computes them.
-        is_all: The answer has nothing else.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] | None
-    is_all: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +91,12 @@ class Delta:
     """What a piece adds to an answer.
 
     Attributes:
-        token_ids: Without those of an echoed prompt.
-        scored: Tokens with their log probabilities, if the client asked for them: (token id, log probabilities). They are
-            unknown (None) for the first token of a prompt.
+        scored: Tokens with their log probabilities, if the client asked for them: (token id, log probabilities).
     """
 
     text: str
     token_ids: tuple[int, ...]
-    scored: tuple[tuple[int, Logprobs | None], ...]
+    scored: tuple[tuple[int, Logprobs], ...]
     finish_reason: str | None
 
 
@@ -122,7 +105,7 @@ class Choice:
 
     Attributes:
         text: All text so far.
-        token_ids: All tokens so far, without those of an echoed prompt.
+        token_ids: All tokens so far.
         scored: See `Delta`: of all pieces so far.
         num_scored_chars: Length of the texts of `scored`, as far as they were sent.
         last: The latest piece.
@@ -130,39 +113,23 @@ class Choice:
 
     last: RequestOutput
 
-    def __init__(self, index: int, echo: Echo | None) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
-        self.scored: list[tuple[int, Logprobs | None]] = []
+        self.scored: list[tuple[int, Logprobs]] = []
         self.num_scored_chars = 0
         self.has_begun = False
-        self._echo = echo
 
     def add(self, output: RequestOutput) -> Delta:
         """Take in a piece."""
-        delta = self._delta(output)
+        scored = tuple(zip(output.new_token_ids, output.logprobs, strict=False))
+        delta = Delta(output.text_delta, output.new_token_ids, scored, output.finish_reason)
         self.last = output
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.scored += delta.scored
         return delta
-
-    def _delta(self, output: RequestOutput) -> Delta:
-        own = tuple(zip(output.new_token_ids, output.logprobs, strict=False))
-        echo = self._echo
-        if echo is None or not output.new_token_ids:
-            return Delta(output.text_delta, output.new_token_ids, own, output.finish_reason)
-        self._echo = None
-        prompt: tuple[tuple[int, Logprobs | None], ...] = ()
-        if own:
-            scores = output.prompt_logprobs if echo.logprobs is None else echo.logprobs
-            prompt = tuple(zip(echo.token_ids, (None, *scores), strict=True))
-        if echo.is_all:
-            return Delta(echo.text, (), prompt, "length")
-        return Delta(
-            echo.text + output.text_delta, output.new_token_ids, (*prompt, *own), output.finish_reason
-        )
 
     @property
     def num_tokens(self) -> int:

@@ -115,7 +115,7 @@ def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "a", "n": True}, "n"),
         ({"prompt": "a", "n": 257}, "n"),
-        ({"prompt": "a", "echo": 1}, "echo"),
+        ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "top_logprobs": 2}, "top_logprobs"),

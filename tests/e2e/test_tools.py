@@ -20,24 +20,9 @@ pytestmark = [
 
 #: The model's tokenizer has one token per byte, so that a test can count tokens.
 DOCUMENTS = [
-    {
-        "question": f"On board of the {thing}, the manifest is",
-        "choices": ["signed", "read and lost"],
-        "answer": 0,
-    }
+    {"question": f"On board of the {thing}, the manifest is", "answer": "signed"}
     for thing in ("ferry", "Heron", "Tern")
 ]
-CHOICES = """
-task: choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-metric_list: [{metric: acc}]
-"""
 ANSWERS = """
 task: answers
 dataset_path: json
@@ -45,7 +30,7 @@ dataset_kwargs: {data_files: {test: %s}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{question}}"
-doc_to_target: "{{choices[0]}}"
+doc_to_target: "{{answer}}"
 generation_kwargs: {max_gen_toks: 4, until: ["never"], temperature: 0}
 metric_list: [{metric: exact_match}]
 """
@@ -66,13 +51,12 @@ def run(tool: str, *arguments: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_evaluation_harness_gets_the_single_nodes_loglikelihoods_and_answers(
+def test_an_evaluation_harness_gets_the_single_nodes_answers(
     tiny_fleet: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """lm-eval asks with several prompts of token ids per request, `echo` and `logprobs`."""
+    """lm-eval asks with several prompts of token ids per request."""
     data = tmp_path / "documents.jsonl"
     data.write_text("\n".join(map(json.dumps, DOCUMENTS)))
-    (tmp_path / "choices.yaml").write_text(CHOICES % data)
     (tmp_path / "answers.yaml").write_text(ANSWERS % data)
     address = f"{tiny_fleet.router.process.url}/v1/completions"
     run(
@@ -84,29 +68,17 @@ def test_an_evaluation_harness_gets_the_single_nodes_loglikelihoods_and_answers(
             "--batch_size",
             "4",
             "--tasks",
-            "choices,answers",
+            "answers",
         ),
         *("--model_args", f"model=tiny,base_url={address},tokenizer={tiny_model},max_length=400"),
         *("--include_path", str(tmp_path), "--output_path", "out", "--log_samples"),
         cwd=tmp_path,
     )
-    samples: dict[str, list[Any]] = {}
-    for kind in ("choices", "answers"):
-        (file,) = tmp_path.glob(f"out/*/samples_{kind}_*.jsonl")
-        found = [json.loads(line) for line in file.read_text().splitlines()]
-        samples[kind] = [each["filtered_resps"] for each in sorted(found, key=lambda one: one["doc_id"])]
-    for document, likelihoods, answer in zip(DOCUMENTS, samples["choices"], samples["answers"], strict=True):
-        question = str(document["question"])
-        for choice, (likelihood, is_greedy) in zip(document["choices"], likelihoods, strict=True):
-            asked = {"max_tokens": 1, "echo": True, "logprobs": 1}
-            scores = tiny_fleet.single.complete(f"{question} {choice}", **asked).body["choices"][0][
-                "logprobs"
-            ]
-            expected = scores["token_logprobs"][len(question) : -1]
-            assert float(likelihood) == pytest.approx(sum(expected), abs=1e-2)
-            assert str(is_greedy) == "False"
-        expected = tiny_fleet.single.complete(question, max_tokens=4).body["choices"][0]["text"]
-        assert answer == [expected]
+    (file,) = tmp_path.glob("out/*/samples_answers_*.jsonl")
+    samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda one: one["doc_id"])
+    for document, sample in zip(DOCUMENTS, samples, strict=True):
+        expected = tiny_fleet.single.complete(document["question"], max_tokens=4).body["choices"][0]["text"]
+        assert sample["filtered_resps"] == [expected]
 
 
 def test_a_load_generator_has_no_failed_request(tiny_fleet: Any, tiny_model: Path, tmp_path: Path) -> None:

@@ -188,9 +188,9 @@ def test_each_layer_of_each_step_is_waited_for_and_saved(make_store: Any) -> Non
 
 
 @pytest.mark.parametrize("page_order", ["NHD", "HND"])
-@pytest.mark.parametrize("family", ["gemma2", "bamba", "gemma3n"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3n"])
 def test_layers_of_every_kind_are_waited_for_and_saved(family: str, page_order: str, make_store: Any) -> None:
-    """Windows, recurrent states, and layers that share another's cache: those are saved under its owner's name."""
+    """Windows, and layers that share another's cache: those are saved under its owner's name."""
     node = make_store(page_order=page_order, block_size=16)
     _, worker = halves(node)
     node.answer(tokens(5), max_tokens=1)

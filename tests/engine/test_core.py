@@ -210,6 +210,7 @@ def test_bad_settings_are_refused_by_name_and_leave_nothing(
     ("family", "overrides", "message"),
     [
         ("llama", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        ("llama", {"layer_types": ["hybrid"] * 3}, "hybrid"),
         ("llama", {"model_type": "bloom"}, "does not use the attention interface"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Log probabilities of answers and prompts, and penalties: they are what the model's own logits give."""
+"""Log probabilities of answers, and penalties: they are what the model's own logits give."""
 
 from __future__ import annotations
 
@@ -21,27 +21,22 @@ def _expected(folder: Any, tokens: list[int]) -> torch.Tensor:
     return scores
 
 
-def test_logprobs_of_prompt_and_answer_are_the_models(make_node: Any, tiny_model: Any) -> None:
+def test_logprobs_of_an_answer_are_the_models(make_node: Any, tiny_model: Any) -> None:
     node = make_node(max_num_batched_tokens=16)  # the prompt takes several steps
-    # Beside another request, and again with the prompt in the prefix cache, which must not hide its logits.
+    # Beside another request, and again with the prompt in the prefix cache.
     for name in ("a", "b"):
-        node.add(name, PROMPT, max_tokens=3, num_logprobs=2, num_prompt_logprobs=1)
+        node.add(name, PROMPT, max_tokens=3, num_logprobs=2)
         node.add(f"{name}/silent", PROMPT[:9], max_tokens=3, num_logprobs=None)
         node.run()
         answer = node.tokens(name)
         scores = _expected(tiny_model("llama"), PROMPT + answer)
-        (told,) = (output.prompt_logprobs for output in node.outputs[name] if output.prompt_logprobs)
-        assert [entry[0][0] for entry in told] == PROMPT[1:]
-        wanted = [float(scores[position, token]) for position, token in enumerate(PROMPT[1:])]
-        assert [entry[0][1] for entry in told] == pytest.approx(wanted, abs=1e-3)
-        assert [entry[1][0] for entry in told] == scores[: len(PROMPT) - 1].argmax(dim=-1).tolist()
         of_answer = [entry for output in node.outputs[name] for entry in output.logprobs]
         assert [entry[0] for entry in of_answer] == [entry[1] for entry in of_answer]  # it is greedy
         assert [entry[0][0] for entry in of_answer] == answer
         wanted = [float(scores[len(PROMPT) - 1 + at, token]) for at, token in enumerate(answer)]
         assert [entry[0][1] for entry in of_answer] == pytest.approx(wanted, abs=1e-3)
         assert all(len(entry) == 3 for entry in of_answer)
-        assert not any(output.logprobs or output.prompt_logprobs for output in node.outputs[f"{name}/silent"])
+        assert not any(output.logprobs for output in node.outputs[f"{name}/silent"])
 
 
 def test_penalties_change_the_logits_of_tokens_that_were_there() -> None:

@@ -97,7 +97,6 @@ def test_a_stage_without_some_kind_of_the_models_layers_is_refused(
     ("family", "num_stages", "why"),
     [
         ("llama", 4, "pipeline_parallel_size=4: this model has 3 layers"),
-        ("bamba", 2, "cannot spread the layers of bamba models"),
     ],
 )
 def test_a_model_with_too_few_layers_or_a_state_is_refused_before_any_process_starts(
@@ -108,8 +107,6 @@ def test_a_model_with_too_few_layers_or_a_state_is_refused_before_any_process_st
     assert error.value.key == "pipeline_parallel_size"
 
 
-def test_stages_are_only_for_the_cpu_and_cannot_have_adapters() -> None:
+def test_stages_are_only_for_the_cpu() -> None:
     with pytest.raises(ConfigurationError, match="pipeline_parallel_size=2 is for the CPU"):
         EngineSettings(pipeline_parallel_size=2, device="cuda")
-    with pytest.raises(ConfigurationError, match="pipeline_parallel_size=2.* cannot use adapters"):
-        EngineSettings(pipeline_parallel_size=2, lora_modules={"m": "x"})

@@ -61,7 +61,6 @@ def test_worker_processes_report_them_too() -> None:
         ((3,),),
         top_logits={"a": ((3, 1.5), (4, 1.25))},
         logprobs={"a": ((3, -0.5), (3, -0.5))},
-        prompt_logprobs={"a": (1, (((7, -1.5),), ((8, -2.5),)))},
     )
     assert decode(encode(output)) == output
 

@@ -47,6 +47,8 @@ CONSTRAINTS: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "logit_bias": {"1": 5},
     "prompt_logprobs": 0,
+    "echo": True,
+    "prompt_items": [{"offset": 1}],
     "temprature": 0.5,
 }
 ENDPOINTS = pytest.mark.parametrize("endpoint", [COMPLETION, CHAT], ids=lambda endpoint: endpoint[0])

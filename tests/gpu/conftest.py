@@ -64,13 +64,6 @@ def _context_stays() -> None:
         torch.zeros(1, device="cuda")
 
 
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """Compute convolutions in full float32, like matrix products. TF32 could change a recurrent model's tokens."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-
-
 @pytest.fixture(scope="module")
 def gpu_place() -> str:
     """Where a pool on a GPU is; see `tests/support/gpu_memory.py`. A test that makes one here needs `gpu_driver` as well."""

@@ -24,7 +24,6 @@ PROMPT = [random.Random(5).randrange(256) for _ in range(77)]
         pytest.param("llama", id="llama, full attention"),
         pytest.param("gemma3", id="gemma3, windows and full"),
         pytest.param("gemma4", id="gemma4, layers of different sizes"),
-        pytest.param("bamba", id="bamba, recurrent and full"),
     ],
 )
 def test_answers_are_those_of_transformers(family: str, make_node: Any, reference: Any) -> None:

@@ -282,5 +282,8 @@ def test_only_these_are_for_other_engines_than_ours() -> None:
     assert library == {
         "is_residual_scattered_for_sp",
         "sanity_check_mm_encoder_outputs",
+        "scatter_mm_placeholders",
+        "gather_mm_placeholders",
         "EncoderOnlyAttentionSpec",
+        "MambaSpec",
     }

@@ -396,16 +396,11 @@ class FakeNode:
         vars(self).update(changes)
 
 
-BODY = {"prompt": "p", "stream": True, "temperature": 0}
-
-
 @pytest.mark.parametrize(
     ("changes", "way"),
     [
         ({}, Way.AT_ONCE),
         ({"options": Options(rendezvous=False)}, Way.IN_TURN),
-        ({"body": {**BODY, "echo": True}}, Way.IN_TURN),
-        ({"body": {**BODY, "max_tokens": 1}}, Way.AT_ONCE),
         ({"may_ask_both": False}, Way.IN_TURN),
         ({"has_answer": True}, Way.IN_TURN),
         ({"prefill": FakeNode(place={})}, Way.IN_TURN),
@@ -416,7 +411,7 @@ BODY = {"prompt": "p", "stream": True, "temperature": 0}
     ],
 )
 def test_each_line_of_the_table_decides(changes: dict[str, Any], way: Way) -> None:
-    known: dict[str, Any] = {"prefill": FakeNode(), "decode": FakeNode(), "body": BODY, "options": Options()}
+    known: dict[str, Any] = {"prefill": FakeNode(), "decode": FakeNode(), "options": Options()}
     facts = Facts(**{**known, **changes})
     assert way_of(facts) is way
     assert (named_offer(facts) is None) == (way is Way.IN_TURN)

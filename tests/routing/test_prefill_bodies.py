@@ -65,17 +65,7 @@ async def test_a_prefill_server_receives_what_its_cache_depends_on(
     assert await received(body) == {**prompt, "temperature": 0, "max_tokens": 1, "stream": False}
 
 
-@pytest.mark.parametrize(("is_vllm", "expected"), [(False, 2), (True, None)])
-def test_only_reference_nodes_are_asked_for_log_probabilities_of_an_echoed_prompt(
-    is_vllm: bool, expected: Any
-) -> None:
-    body = {"model": "m", "prompt": "p", "echo": True, "logprobs": 2, "max_tokens": 3, "seed": 1}
-    asked = prefill_body(body, is_vllm=is_vllm)
-    assert (asked.get("logprobs"), asked["echo"]) == (expected, True)
-    assert "seed" not in asked
-
-
 def test_a_grammar_that_a_chat_template_may_read_stays() -> None:
     body = {"model": "m", "messages": [], "response_format": {"type": "json_object"}}
-    asked = prefill_body(body, is_vllm=True)
+    asked = prefill_body(body)
     assert asked["response_format"] == body["response_format"]

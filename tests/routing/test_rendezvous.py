@@ -129,7 +129,6 @@ async def test_each_request_has_a_name_of_its_own() -> None:
         ),
         pytest.param(Fake(PARAMS), Fake(protocol=0), {}, {}, id="decode node cannot"),
         pytest.param(Fake(PARAMS), Fake(), {"rendezvous": False}, {}, id="switched off"),
-        pytest.param(Fake(PARAMS), Fake(), {}, {"echo": True}, id="echo"),
     ],
 )
 async def test_otherwise_they_are_asked_one_after_the_other(

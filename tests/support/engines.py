@@ -53,11 +53,10 @@ class SteppedNode:
     def add(self, request_id: str, prompt: Sequence[int], **more: Any) -> None:
         """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token, with log probabilities)."""
         params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
-        lora_name, items = more.pop("lora_name", ""), more.pop("items", ())
         known, move_as = more.pop("known_token_ids", ()), more.pop("move_as", "")
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "num_logprobs": 0, **more})
         with self.at_work() as core:
-            request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt, lora_name, items)
+            request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt)
             core.add(replace(request, known_token_ids=tuple(known), move_as=move_as), time.monotonic())
 
     def step(self) -> None:

@@ -17,7 +17,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ....connector.config import AttentionLayerConfig
 from ....transports.errors import ConfigurationError
-from ..recurrent import RECURRENT_KINDS
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 #: Prefix of the plan's styles for weights that every rank keeps whole.
@@ -31,12 +30,6 @@ def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
         ConfigurationError: the heads or the MLP cannot be divided evenly (the message lists the sizes that fit), or the
             engine cannot cut this kind of model.
     """
-    if RECURRENT_KINDS & set(getattr(config, "layer_types", None) or ()):
-        raise ConfigurationError(
-            f"this engine cannot spread {config.model_type} models over several processes: it cannot cut recurrent states",
-            key="tensor_parallel_size",
-            value=config.model_type,
-        )
     _plan_of(config)
     if _fits(config, num_ranks):
         return

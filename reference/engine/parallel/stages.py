@@ -19,7 +19,6 @@ from ....connector.config import AttentionLayerConfig, EngineConfig, ParallelCon
 from ....connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec
 from ....runner_mixin.binding import extract_layer_index
 from ....transports.errors import ConfigurationError
-from ..recurrent import RECURRENT_KINDS
 
 
 def require_stages(config: PretrainedConfig, num_stages: int) -> None:
@@ -28,8 +27,7 @@ def require_stages(config: PretrainedConfig, num_stages: int) -> None:
     Raises:
         ConfigurationError: there are fewer layers than stages, or the engine cannot cut this kind of model.
     """
-    is_recurrent = RECURRENT_KINDS & set(getattr(config, "layer_types", None) or ())
-    if is_recurrent or "layers" not in (config.base_model_pp_plan or {}):
+    if "layers" not in (config.base_model_pp_plan or {}):
         raise ConfigurationError(
             f"this engine cannot spread the layers of {config.model_type} models over several processes",
             key="pipeline_parallel_size",

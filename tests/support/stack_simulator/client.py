@@ -285,7 +285,7 @@ class Client:
     def _named_offer(self, prefill: SimulatedNode, decode: SimulatedNode) -> Offer | None:
         exchange = self.exchange
         options = self.router.options
-        facts = Facts(options, exchange.body, exchange.may_ask_both, False, prefill, decode)  # type: ignore[arg-type]
+        facts = Facts(options, exchange.may_ask_both, False, prefill, decode)  # type: ignore[arg-type]
         if way_of(facts) is not Way.AT_ONCE or exchange.beginning is not None:
             return None
         params = rendezvous_params(name := self.router.draw_name(), prefill.place)
