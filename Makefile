@@ -286,7 +286,7 @@ docs-reference: $(READY) ## write docs/reference, and the tables of docs/observi
 
 .PHONY: bench
 bench: $(READY) ## measure the transports on this machine
-	$(BIN)/python benchmarks/transports.py $(BENCH_ARGS)
+	$(BIN)/python -m kvferry.lab.bench.transports $(BENCH_ARGS)
 
 .PHONY: release
 release: ## build and check an sdist and a wheel in dist/: RELEASE_ARGS="x86_64 aarch64" (needs Docker or Podman)

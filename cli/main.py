@@ -17,7 +17,7 @@ from .programs import PROGRAMS
 
 
 class Command(Protocol):
-    """A module of this package, or a program of `kvferry.reference`."""
+    """A module of this package, or a program of `kvferry.lab`."""
 
     def add(self, commands: Any) -> argparse.ArgumentParser:
         """Declare the command, and return its parser."""

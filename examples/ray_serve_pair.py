@@ -23,7 +23,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app, build_pd_openai_app
 
 from kvferry.connector.ray import register
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.engine.default_model import default_model_folder
 
 KVFERRY = {
     "kv_connector": "KvferryConnector",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvferry.reference.node.main import main
+from kvferry.lab.node.main import main
 
 if __name__ == "__main__":
     sys.exit(main(program="serve.py"))

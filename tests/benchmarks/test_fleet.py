@@ -1,27 +1,34 @@
-"""The arithmetic of `benchmarks/fleet.py`. Running it takes minutes and is not tested here."""
+"""The arithmetic of `lab/bench/fleet.py`. Running it takes minutes and is not tested here."""
 
 from __future__ import annotations
 
 import json
 import random
-import runpy
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from kvferry.sizing.loads import read_trace
-
-FIGURES = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "fleet_figures.py"))
-Answer, Turn, Unloaded = FIGURES["Answer"], FIGURES["Turn"], FIGURES["Unloaded"]
-LOADS, sizes, percentile = FIGURES["LOADS"], FIGURES["sizes"], FIGURES["percentile"]
+from kvferry.lab.bench import fleet_figures
+from kvferry.lab.bench.fleet_figures import (
+    LOADS,
+    Answer,
+    Unloaded,
+    arrivals,
+    paced,
+    percentile,
+    plot,
+    prompt_tokens,
+    row_of,
+    table,
+)
+from kvferry.lab.plan.loads import Turn, read_trace, sizes
 
 IDLE = Unloaded({16: 0.1, 32: 0.2, 1000: 2.0}, itl_s=0.05)
 
 
 def figures_of(answers, *, itl_rule="mean", computed_tokens=0, seconds=10.0):
     added = {"computed_tokens": computed_tokens, "moved_bytes": 3e6, "failed_loads": 0}
-    return FIGURES["figures_of"](answers, seconds, added, IDLE, 2, (2.0, 3.0, 10.0), itl_rule)
+    return fleet_figures.figures_of(answers, seconds, added, IDLE, 2, (2.0, 3.0, 10.0), itl_rule)
 
 
 def test_a_percentile_lies_between_two_figures_on_the_straight_line():
@@ -78,11 +85,11 @@ def test_a_trace_keeps_its_arrivals_and_its_shared_prefixes():
     plan = read_trace([json.dumps(row) for row in rows], 16, 99)
     assert [turns[0].after for turns in plan] == [0, 2.5, 2.6]
     assert list(sizes(plan)) == [(75, 6), (69, 1), (4, 4)]
-    first, second, third = (FIGURES["prompt_tokens"]("salt", turns[0], 500) for turns in plan)
+    first, second, third = (prompt_tokens("salt", turns[0], 500) for turns in plan)
     assert (len(first), len(second), len(third)) == (75, 69, 4)
     assert first[:64] == second[:64]
     assert first[64:69] != second[64:69]
-    assert FIGURES["prompt_tokens"]("another salt", plan[0][0], 500)[:64] != first[:64]
+    assert prompt_tokens("another salt", plan[0][0], 500)[:64] != first[:64]
 
 
 def test_a_trace_whose_scale_does_not_divide_its_blocks_has_prompts_of_the_right_length():
@@ -106,7 +113,7 @@ def test_a_seed_gives_the_same_load_again(name):
 
 
 def test_arrivals_are_a_poisson_process():
-    times = FIGURES["arrivals"](random.Random(1), 4000)
+    times = arrivals(random.Random(1), 4000)
     gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
     assert sum(gaps) / len(gaps) == pytest.approx(1, rel=0.05)
     assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)
@@ -114,10 +121,10 @@ def test_arrivals_are_a_poisson_process():
 
 def test_the_last_turn_is_due_after_the_time_that_the_nodes_need_for_all_of_them():
     plan = [(Turn(1.0, (("a", 16),), 3),), (Turn(4.0, (("b", 32),), 1), Turn(2.0, (("c", 967),), 1))]
-    paced, unit_s = FIGURES["paced"](plan, IDLE, 2, 0.5)
+    planned, unit_s = paced(plan, IDLE, 2, 0.5)
     # 0.1 + 2 * 0.05 s, 0.2 s, and 2 s for a prompt of 32 + 1 + 967 tokens.
     assert unit_s == pytest.approx(2.4 / 2 / 0.5 / 6)
-    assert [turn.after for turns in paced for turn in turns] == pytest.approx([0.4, 1.6, 0.8])
+    assert [turn.after for turns in planned for turn in turns] == pytest.approx([0.4, 1.6, 0.8])
 
 
 @pytest.fixture
@@ -125,11 +132,11 @@ def rows():
     """Rows of two ways, one of which keeps the limits half the time in the second round."""
     good, bad = figures_of([Answer(16, 0.1, (0.05,), 2)] * 2), figures_of([Answer(16, 9.0, (0.05,), 2)] * 2)
     rounds = {"least-load": [good, good], "pair-1+1": [good, bad]}
-    return [FIGURES["row_of"]("<load>", name, own) for name, own in rounds.items()]
+    return [row_of("<load>", name, own) for name, own in rounds.items()]
 
 
 def test_the_tables_are_markdown_with_the_least_and_the_greatest_figure(rows):
-    first, second = FIGURES["table"](rows, (2.0, 3.0, 10.0), 3.0).split("\n\n")
+    first, second = table(rows, (2.0, 3.0, 10.0), 3.0).split("\n\n")
     for own in (first, second):
         assert len({line.count("|") for line in own.splitlines()}) == 1
     title, _, steady, varying = first.splitlines()
@@ -139,6 +146,6 @@ def test_the_tables_are_markdown_with_the_least_and_the_greatest_figure(rows):
 
 
 def test_the_plot_is_svg_with_a_line_per_way(rows):
-    root = ElementTree.fromstring(FIGURES["plot"](rows, (2.0, 3.0, 10.0)))
+    root = ElementTree.fromstring(plot(rows, (2.0, 3.0, 10.0)))
     assert len(root.findall("{*}polyline")) == 2
     assert {"● least-load", "● pair-1+1", "<load>", "10 ×"} <= {each.text for each in root.findall("{*}text")}

@@ -1,4 +1,4 @@
-"""`benchmarks/late_bytes.py` counts the bytes that land after the end of a read, for every way of giving up."""
+"""`lab/bench/late_bytes.py` counts the bytes that land after the end of a read, for every way of giving up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 def test_no_byte_lands_after_the_end_of_a_read_over_tcp(tmp_path: Path) -> None:
     json_file = tmp_path / "lines.json"
-    command = [sys.executable, "benchmarks/late_bytes.py", "--repeats", "1", "--only", "kvferry tcp"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry.lab.bench.late_bytes",
+        "--repeats",
+        "1",
+        "--only",
+        "kvferry tcp",
+    ]
     ended = subprocess.run(
         [*command, "--json", str(json_file)], cwd=ROOT, capture_output=True, text=True, timeout=100
     )

@@ -1,4 +1,4 @@
-"""`benchmarks/transports.py` measures what it promises, and reports a table and JSON lines."""
+"""`lab/bench/transports.py` measures what it promises, and reports a table and JSON lines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.moving.contender import Contender
-from benchmarks.moving.memory import MemcpyReader, own_nothing
-from benchmarks.moving.processes import Timing
-from benchmarks.moving.report import table
-from benchmarks.moving.results import results_of
-from benchmarks.moving.rounds import Measured
-from benchmarks.moving.shapes import Shape
+from kvferry.lab.bench.moving.contender import Contender
+from kvferry.lab.bench.moving.memory import MemcpyReader, own_nothing
+from kvferry.lab.bench.moving.processes import Timing
+from kvferry.lab.bench.moving.report import table
+from kvferry.lab.bench.moving.results import results_of
+from kvferry.lab.bench.moving.rounds import Measured
+from kvferry.lab.bench.moving.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, o
         "shm",
         '{"num_guards": 64}',
     ]
-    command = [sys.executable, "benchmarks/transports.py", *tiny, *variant]
+    command = [sys.executable, "-m", "kvferry.lab.bench.transports", *tiny, *variant]
     ended = subprocess.run(
         [*command, "--json", str(json_file)],
         cwd=ROOT,

@@ -1,17 +1,25 @@
-"""How `benchmarks/vllm_pair.py` summarizes what it measures. Running it needs vLLM and is not tested here."""
+"""How `lab/bench/vllm_pair.py` summarizes what it measures. Running it needs vLLM and is not tested here."""
 
 from __future__ import annotations
 
 import argparse
-import runpy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "vllm_pair.py"))
-Sample, Shape = PROGRAM["Sample"], PROGRAM["Shape"]
+from kvferry.lab.bench.vllm_pair import (
+    PERCENTILES,
+    Sample,
+    Shape,
+    _load_rows,
+    _load_table,
+    _rows,
+    _table,
+    marks,
+    router_options,
+    system_name,
+)
 
 
 @pytest.fixture
@@ -26,7 +34,7 @@ def rows():
             Sample(0.8, 0.02, num_bytes, second_s=0.44, load_s=0.08, exposed_s=0.02),
         ],
     }
-    return PROGRAM["_rows"](shape, samples)
+    return _rows(shape, samples)
 
 
 def test_ratios_are_taken_round_by_round(rows):
@@ -39,7 +47,7 @@ def test_ratios_are_taken_round_by_round(rows):
 
 
 def test_the_table_is_markdown_with_the_spread_of_each_figure(rows):
-    title, line, alone, shm = PROGRAM["_table"](rows).splitlines()
+    title, line, alone, shm = _table(rows).splitlines()
     assert title.startswith("| prompt tokens × at a time |  | TTFT ms | ratio |")
     assert {text.count("|") for text in (title, line, alone, shm)} == {12}
     assert alone.startswith("| 128 × 2 | one node | 150.0 (125.0–175.0) | 1.00 (1.00–1.00) |")
@@ -48,17 +56,17 @@ def test_the_table_is_markdown_with_the_spread_of_each_figure(rows):
 
 def test_a_load_counts_every_failed_request():
     def result(seconds: float, failed: int) -> dict[str, Any]:
-        figures = dict.fromkeys(PROGRAM["PERCENTILES"], seconds * 1e3)
+        figures = dict.fromkeys(PERCENTILES, seconds * 1e3)
         return {**figures, "request_throughput": 1 / seconds, "completed": 10 - failed, "failed": failed}
 
-    rows = PROGRAM["_load_rows"](
+    rows = _load_rows(
         4,
         {
             "one node": [result(0.1, 0), result(0.2, 0)],
             "kvferry shm": [result(0.2, 1), result(0.2, 2)],
         },
     )
-    *_, shm = PROGRAM["_load_table"](rows).splitlines()
+    *_, shm = _load_table(rows).splitlines()
     assert shm.startswith("| 4 | kvferry shm | 200.0 (200.0–200.0) 1.50 × |")
     assert shm.endswith("| 5.00 | 3 of 20 |")
 
@@ -78,7 +86,7 @@ def test_a_breakdown_says_which_node_did_what_when():
         figures = {"gen_ai.latency.time_to_first_token": 0.5, "gen_ai.latency.time_in_model_prefill": 0.3}
         return Span("llm_request", start_s, start_s + 0.6, parent_id=parent_id, attributes=figures)
 
-    marks = PROGRAM["marks"](
+    found = marks(
         100.0,
         [2.5, 2.6],
         [
@@ -90,24 +98,24 @@ def test_a_breakdown_says_which_node_did_what_when():
             Span("kvferry.read", 102, 102.25),
         ],
     )
-    assert marks["router", "asks the prefill node"] == 0.25
-    assert marks["prefill node", "has the first token it computes"] == 1.0
-    assert marks["decode node", "schedules it"] == pytest.approx(1.7)
-    assert (marks["decode node", "begins to read"], marks["decode node", "has read everything"]) == (
+    assert found["router", "asks the prefill node"] == 0.25
+    assert found["prefill node", "has the first token it computes"] == 1.0
+    assert found["decode node", "schedules it"] == pytest.approx(1.7)
+    assert (found["decode node", "begins to read"], found["decode node", "has read everything"]) == (
         1.75,
         2.25,
     )
-    assert marks["client", "has the second token"] == 2.6
+    assert found["client", "has the second token"] == 2.6
 
 
 @pytest.mark.parametrize("name", ["", "+rendezvous", "shm+push", "nixl+rendezvous"])
 def test_a_system_that_does_not_exist_is_refused(name):
     with pytest.raises(argparse.ArgumentTypeError):
-        PROGRAM["system_name"](name)
+        system_name(name)
 
 
 def test_a_mode_is_switched_on_or_off_if_the_router_knows_it():
-    options, help_text = PROGRAM["router_options"], "--rendezvous {auto,off}"
+    options, help_text = router_options, "--rendezvous {auto,off}"
     assert options(["rendezvous"], help_text) == ["--rendezvous", "auto"]
     assert options([], help_text) == ["--rendezvous", "off"]
     assert options([], "") == []

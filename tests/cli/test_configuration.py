@@ -1,4 +1,4 @@
-"""The configuration file, and what the programs of `kvferry.reference` need."""
+"""The configuration file, and what the programs of `kvferry.lab` need."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_words_of_the_command_line_do_not_move_the_cursor(capsys: pytest.Capture
         assert "[2J" in error
 
 
-# -- the programs of kvferry.reference -----------------------------------------------------------------------
+# -- the programs of kvferry.lab -----------------------------------------------------------------------
 
 
 def test_the_file_gives_defaults_to_a_program_also_for_repeated_options(
@@ -131,7 +131,7 @@ def test_the_file_gives_defaults_to_a_program_also_for_repeated_options(
 def test_a_program_whose_packages_are_missing_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, extra in (("serve", "reference"), ("router", "router")):
+    for name, extra in (("serve", "lab"), ("router", "router")):
         monkeypatch.setattr(PROGRAMS[name], "needs", ("numpy", "no_such_package", "nor_this"))
         assert main([name]) == 1
         error = capsys.readouterr().err
@@ -143,11 +143,11 @@ def test_programs_need_what_the_extra_installs() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = {
         extra: {name.partition(">=")[0].replace("-", "_") for name in project["optional-dependencies"][extra]}
-        for extra in ("router", "reference")
+        for extra in ("router", "lab")
     }
     others = {"kvferry[router]", "kvferry[torch]"}
     assert set(PROGRAMS["router"].needs) == extras["router"]
-    assert set(PROGRAMS["serve"].needs) == extras["reference"] - others | {"torch"} | extras["router"]
+    assert set(PROGRAMS["serve"].needs) == extras["lab"] - others | {"torch"} | extras["router"]
 
 
 def test_a_router_and_the_help_of_a_node_need_no_package_of_the_reference_engine() -> None:

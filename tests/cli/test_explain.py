@@ -22,8 +22,8 @@ from kvferry.connector.spans import (
     Span,
     SpanRecord,
 )
-from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
-from kvferry.reference.node.phases import Phases
+from kvferry.lab.engine.types import GenerationRequest, RequestMetrics, RequestOutput
+from kvferry.lab.node.phases import Phases
 from kvferry.web.explain import Told, tell
 
 METRICS = RequestMetrics(8, 1, 0, 7, 0, 0.25, None)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo import vllm_router
-from kvferry.reference.demo.cli import parse_arguments
-from kvferry.reference.demo.launcher import Launcher, LaunchError
-from kvferry.reference.demo.report import Way
-from kvferry.reference.node.openai_request import parse_completion
+from kvferry.lab.demo import vllm_router
+from kvferry.lab.demo.cli import parse_arguments
+from kvferry.lab.demo.launcher import Launcher, LaunchError
+from kvferry.lab.demo.report import Way
+from kvferry.lab.node.openai_request import parse_completion
 from kvferry.web.errors import ApiError
 
 DO_REMOTE_DECODE = {"do_remote_decode": True}

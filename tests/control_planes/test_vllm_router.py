@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, Spawn, free_port
-from kvferry.reference.demo.vllm_router import find_program, start_program, start_vllm_router
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, Spawn, free_port
+from kvferry.lab.demo.vllm_router import find_program, start_program, start_vllm_router
 from tests.control_planes.conftest import START_TIMEOUT_S, Nodes
 from tests.support.client import TIMEOUT_S, Client, Reply, wait_until
 

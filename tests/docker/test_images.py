@@ -142,8 +142,8 @@ def test_installed_packages_are_pinned_and_every_base_has_a_version() -> None:
 def test_kvferrys_dependencies_are_pinned_for_either_cuda(cuda: str) -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    assert "kvferry[torch]" in extras["reference"]
-    chosen = [extras[name] for name in ("cuda", "metrics", "reference", "torch", f"ucx-cu{cuda}")]
+    assert "kvferry[torch]" in extras["lab"]
+    chosen = [extras[name] for name in ("cuda", "metrics", "lab", "torch", f"ucx-cu{cuda}")]
     files = [ROOT / "constraints.txt", ROOT / f"constraints-cuda{cuda}.txt"]
     lines = [line for file in files for line in file.read_text().splitlines() if not line.startswith("#")]
     pinned = dict(line.split("==") for line in lines)

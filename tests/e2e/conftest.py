@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.lab.demo.launcher import Launcher, Spawn
 from kvferry.transports.registry import BUILT_IN
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model

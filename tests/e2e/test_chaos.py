@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.lab.demo.launcher import Launcher, Spawn
 from tests.support.chaos.fleet import Fleet
 from tests.support.chaos.sampling import num_loads, plot, read
 from tests.support.chaos.soak import Soak, reference_engine

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
-from kvferry.reference.demo.near_tie import tolerance_of
+from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.demo.near_tie import tolerance_of
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, wait_until
 from tests.support.tiny_models import write_tiny_model
 

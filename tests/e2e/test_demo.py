@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
+from kvferry.lab.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
 from tests.support.client import children_of, wait_until
 from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.lab.demo.launcher import Launcher, Spawn
 from tests.support.client import DO_REMOTE_DECODE, Client, streamed_answer, wait_until
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.lab.demo.launcher import Launcher, Spawn
 from tests.e2e.conftest import LEASE, PATIENT, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import write_tiny_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
+from kvferry.lab.demo.launcher import Launcher
 from tests.support.answers import Answer
 from tests.support.client import (
     DO_REMOTE_DECODE,

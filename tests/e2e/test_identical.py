@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvferry.reference.demo.launcher import Launcher, Spawn
-from kvferry.reference.demo.near_tie import assert_same_answer
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.demo.launcher import Launcher, Spawn
+from kvferry.lab.demo.near_tie import assert_same_answer
+from kvferry.lab.engine.default_model import default_model_folder
 from tests.support.client import Client, Reply, ask_alone, wait_until
 
 BLOCK = 16

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
+from kvferry.lab.demo.launcher import Launcher
 from kvferry.router.kv_events import EventFollower
 from kvferry.router.nodes import UpstreamNode
 from kvferry.router.prefixes import Prefixes, keys_of

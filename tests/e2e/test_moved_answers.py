@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Spawn
+from kvferry.lab.demo.launcher import Spawn
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
 from tests.support.chaos.services import Service, reserved_port
 from tests.support.client import Client, wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.sizing.costs import Costs, read_costs
+from kvferry.lab.plan.costs import Costs, read_costs
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
+from kvferry.lab.demo.launcher import Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, assert_answers_like, wait_until
 
 pytestmark = pytest.mark.slow

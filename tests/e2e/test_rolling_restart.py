@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.lab.demo.launcher import Launcher, Spawn
 from tests.support.chaos.services import Service, reserved_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, children_of, wait_until
 from tests.support.many_handoffs import CHUNK_TOKENS, NUM_HANDOFFS, SHAPES, hand_over_many
 from tests.support.tiny_models import write_tiny_model

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvferry.connector.p2p.params import draw_offer_name, rendezvous_params
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
-from kvferry.reference.demo.near_tie import assert_same_answer
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.demo.near_tie import assert_same_answer
 from tests.support.client import (
     DO_REMOTE_DECODE,
     Client,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.engine.weights import load_model
 from tests.support.answers import Answer
 from tests.support.engines import MakeNode, drive, stepped_nodes
 from tests.support.tiny_models import generate_greedily, tiny_models_in

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import CacheConfig
-from kvferry.reference.engine.memory import plan_pool
+from kvferry.lab.engine.memory import plan_pool
 from kvferry.runner_mixin.kv_cache import block_hash
 from kvferry.transports.errors import ConfigurationError
 
@@ -90,7 +90,7 @@ def test_too_little_memory_is_an_error_that_leaves_the_configuration_unchanged(m
 def test_the_number_of_requests_that_fit_at_once_is_logged(
     make_node: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "kvferry.reference.engine.memory"):
+    with caplog.at_level(logging.INFO, "kvferry.lab.engine.memory"):
         make_node(num_blocks=101, max_model_len=200)
     assert "100 blocks of 4 tokens hold 2.0 requests of 200 tokens" in caplog.text
 

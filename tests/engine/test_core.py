@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.engine.errors import InvalidRequestError, PromptTooLongError
+from kvferry.lab.engine.errors import InvalidRequestError, PromptTooLongError
 from kvferry.transports.errors import ConfigurationError
 from tests.support.tiny_models import FAMILIES, write_tiny_model
 

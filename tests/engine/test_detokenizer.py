@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.reference.engine.detokenizer import IncrementalDetokenizer, StopMatcher
+from kvferry.lab.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
 class ByteDecoder:

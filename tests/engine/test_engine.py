@@ -12,10 +12,10 @@ import pytest
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.errors import ConnectorError
-from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from kvferry.lab.engine.engine import Engine
+from kvferry.lab.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
 from tests.support.patience import DEADLINE_S
 

@@ -12,9 +12,9 @@ from kvferry.connector import InProcConnector, KVConnectorRole
 from kvferry.connector.kv_cache_specs import KVCacheConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.testing import engine_config
-from kvferry.reference.engine.handoffs import Handoffs
-from kvferry.reference.engine.request import Request
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.handoffs import Handoffs
+from kvferry.lab.engine.request import Request
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
 
 
 class Chronicler(InProcConnector):
@@ -30,7 +30,7 @@ class Chronicler(InProcConnector):
 def test_a_connectors_events_are_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     connector = Chronicler(engine_config("inproc"), KVConnectorRole.SCHEDULER, KVCacheConfig(2, (), ()))
     handoffs = Handoffs(connector)
-    with caplog.at_level(logging.DEBUG, "kvferry.reference.engine.handoffs"):
+    with caplog.at_level(logging.DEBUG, "kvferry.lab.engine.handoffs"):
         handoffs.apply(KVConnectorOutput(), {})
         handoffs.apply(KVConnectorOutput(), {})
     assert caplog.messages == ["the connector reports block 7 arrived"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvferry.reference.engine.handoffs
+import kvferry.lab.engine.handoffs
 from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.errors import ConnectorError
 from tests.support.engines import MakeNode, SteppedNode, drive
@@ -283,9 +283,9 @@ def test_a_hook_that_raises_on_one_rank_ends_no_rank(make_store: Any, assert_sam
 def test_a_connector_that_raises_in_every_step_is_reported_as_broken(
     make_store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvferry.reference.engine.handoffs, "MIN_HOOK_FAILURE_S", 0.0)
+    monkeypatch.setattr(kvferry.lab.engine.handoffs, "MIN_HOOK_FAILURE_S", 0.0)
     node = make_store(raise_in="start_load_kv")
-    for index in range(kvferry.reference.engine.handoffs.MAX_HOOK_FAILURES_IN_A_ROW):
+    for index in range(kvferry.lab.engine.handoffs.MAX_HOOK_FAILURES_IN_A_ROW):
         assert node.core.stats().transfer_error == ""
         node.add(f"q{index}", VICTIM, max_tokens=3)
         node.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.connector.kv_cache_specs import UniformTypeKVCacheSpecs
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.engine.weights import load_model
 from tests.support.tiny_models import generate_greedily, write_tiny_model
 
 LAYOUTS = ["uniform", "per-layer"]

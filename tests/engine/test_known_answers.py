@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvferry.prove.models import byte_tokenizer
-from kvferry.reference.engine.answers import Answer
-from kvferry.reference.engine.default_model import default_model_folder
-from kvferry.reference.engine.errors import InvalidRequestError
-from kvferry.reference.engine.request import Request
-from kvferry.reference.engine.sampling import TokenSampler, same_numbers_after_failure, sample
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.answers import Answer
+from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.engine.errors import InvalidRequestError
+from kvferry.lab.engine.request import Request
+from kvferry.lab.engine.sampling import TokenSampler, same_numbers_after_failure, sample
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.prove.models import byte_tokenizer
 
 EOS = 0
 MAX_MODEL_LEN = 1000

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.reference.engine.settings import EngineSettings
+from kvferry.lab.engine.settings import EngineSettings
 from tests.support.engines import served_engine
 from tests.support.patience import DEADLINE_S
 

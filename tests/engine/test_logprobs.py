@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.reference.engine.sampling import History, TokenSampler, penalized
-from kvferry.reference.engine.types import SamplingParams
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.engine.sampling import History, TokenSampler, penalized
+from kvferry.lab.engine.types import SamplingParams
+from kvferry.lab.engine.weights import load_model
 
 PROMPT = [(7919 * index) % 251 for index in range(70)]
 

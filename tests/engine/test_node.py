@@ -15,11 +15,11 @@ import pytest
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
-import kvferry.reference.node.app
-from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.node.app import NodeServer
-from kvferry.reference.node.main import main
+import kvferry.lab.node.app
+from kvferry.lab.engine.engine import Engine
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.node.app import NodeServer
+from kvferry.lab.node.main import main
 from kvferry.runner_mixin.kv_cache import KVCacheManager
 from tests.support.client import wait_until
 from tests.support.engines import served_engine
@@ -105,9 +105,9 @@ def engine_admission(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def wording(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "chunk"):
         monkeypatch.setattr(
-            kvferry.reference.node.app.Envelope,
+            kvferry.lab.node.app.Envelope,
             name,
-            _raising_for_victim(getattr(kvferry.reference.node.app.Envelope, name)),
+            _raising_for_victim(getattr(kvferry.lab.node.app.Envelope, name)),
         )
 
 

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-import kvferry.reference.engine.batch
-import kvferry.reference.engine.runner
+import kvferry.lab.engine.batch
+import kvferry.lab.engine.runner
 from kvferry.connector.base import SchedulerHalf
 from kvferry.connector.config import KVTransferConfig
-from kvferry.reference.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
-from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.errors import EngineDeadError
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from kvferry.lab.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
+from kvferry.lab.engine.engine import Engine
+from kvferry.lab.engine.errors import EngineDeadError
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
 from tests.support.patience import DEADLINE_S
 
@@ -145,7 +145,7 @@ def tokenizer(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = kvferry.reference.engine.runner.sample
+    sample = kvferry.lab.engine.runner.sample
 
     def raising(logits: Any, samplers: Any) -> list[int]:
         tokens = sample(logits, samplers)
@@ -153,12 +153,12 @@ def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Boom
         return tokens
 
-    monkeypatch.setattr(kvferry.reference.engine.runner, "sample", raising)
+    monkeypatch.setattr(kvferry.lab.engine.runner, "sample", raising)
 
 
 def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the victim's random numbers raise, after those for earlier requests in the batch were drawn."""
-    make = kvferry.reference.engine.batch.TokenSampler
+    make = kvferry.lab.engine.batch.TokenSampler
 
     class BrokenStream:
         def __init__(self, stream: Any) -> None:
@@ -170,18 +170,18 @@ def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
             one.generator = BrokenStream(one.generator)  # type: ignore[assignment]
         return one
 
-    monkeypatch.setattr(kvferry.reference.engine.batch, "TokenSampler", making)
+    monkeypatch.setattr(kvferry.lab.engine.batch, "TokenSampler", making)
 
 
 def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = kvferry.reference.engine.batch.TokenSampler
+    make = kvferry.lab.engine.batch.TokenSampler
 
     def raising(params: SamplingParams, *more: Any) -> Any:
         if params.seed == VICTIM_SEED:
             raise OSError(24, "Unable to open /dev/urandom: Boom")
         return make(params, *more)
 
-    monkeypatch.setattr(kvferry.reference.engine.batch, "TokenSampler", raising)
+    monkeypatch.setattr(kvferry.lab.engine.batch, "TokenSampler", raising)
 
 
 def inputs_from(num_computed_tokens: int) -> Sabotage:

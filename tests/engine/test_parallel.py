@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import KVTransferConfig
-from kvferry.reference.engine.errors import EngineDeadError
-from kvferry.reference.engine.parallel.group import WorkerGroup
-from kvferry.reference.engine.parallel.messages import Ready, Stop
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.errors import EngineDeadError
+from kvferry.lab.engine.parallel.group import WorkerGroup
+from kvferry.lab.engine.parallel.messages import Ready, Stop
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
 from tests.support.client import wait_until
 from tests.support.engines import running_engine
 

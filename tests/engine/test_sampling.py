@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.reference.engine.errors import InvalidRequestError
-from kvferry.reference.engine.sampling import TokenSampler, sample, top_logits
-from kvferry.reference.engine.types import SamplingParams
+from kvferry.lab.engine.errors import InvalidRequestError
+from kvferry.lab.engine.sampling import TokenSampler, sample, top_logits
+from kvferry.lab.engine.types import SamplingParams
 
 VOCAB = 50
 

@@ -19,10 +19,10 @@ from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
 from kvferry.connector.errors import ConnectorError
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.reference.engine.request import Request, RequestStatus
-from kvferry.reference.engine.scheduler import Scheduler
-from kvferry.reference.engine.step import StepOutcome, StepPlan
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.request import Request, RequestStatus
+from kvferry.lab.engine.scheduler import Scheduler
+from kvferry.lab.engine.step import StepOutcome, StepPlan
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 

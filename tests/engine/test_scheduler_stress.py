@@ -18,10 +18,10 @@ from kvferry.connector.kv_cache_specs import (
     SlidingWindowSpec,
 )
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.reference.engine.request import Request
-from kvferry.reference.engine.scheduler import Scheduler
-from kvferry.reference.engine.step import StepPlan
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.request import Request
+from kvferry.lab.engine.scheduler import Scheduler
+from kvferry.lab.engine.step import StepPlan
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 

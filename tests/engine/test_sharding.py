@@ -15,16 +15,16 @@ from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, RequestOrders
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
-from kvferry.reference.engine.attention import attention_layers
-from kvferry.reference.engine.core import EngineCore
-from kvferry.reference.engine.parallel.codec import decode, encode
-from kvferry.reference.engine.parallel.sharding import layers_of_rank, require_divisible, shard
-from kvferry.reference.engine.parallel.steps import StepMirror, StepSender
-from kvferry.reference.engine.request import Request
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.step import ScheduledRequest, StepPlan
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.engine.attention import attention_layers
+from kvferry.lab.engine.core import EngineCore
+from kvferry.lab.engine.parallel.codec import decode, encode
+from kvferry.lab.engine.parallel.sharding import layers_of_rank, require_divisible, shard
+from kvferry.lab.engine.parallel.steps import StepMirror, StepSender
+from kvferry.lab.engine.request import Request
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.step import ScheduledRequest, StepPlan
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.weights import load_model
 from kvferry.transports.errors import ConfigurationError
 from tests.support.tiny_models import write_tiny_model
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.reference.engine.core import EngineCore
-from kvferry.reference.engine.settings import DEFAULT_MODEL, EngineSettings
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
-from kvferry.reference.engine.weights import load_model, model_folder
+from kvferry.lab.engine.core import EngineCore
+from kvferry.lab.engine.settings import DEFAULT_MODEL, EngineSettings
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.weights import load_model, model_folder
 from tests.support.answers import Answer
 from tests.support.tiny_models import generate_greedily
 

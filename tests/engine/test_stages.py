@@ -12,12 +12,12 @@ from transformers import AutoConfig
 
 from kvferry.connector.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.reference.engine.attention import attention_layers
-from kvferry.reference.engine.core import EngineCore
-from kvferry.reference.engine.memory import plan_pool
-from kvferry.reference.engine.parallel.stages import cut_to_stage, layers_of_stage, part_of_stage
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.engine.attention import attention_layers
+from kvferry.lab.engine.core import EngineCore
+from kvferry.lab.engine.memory import plan_pool
+from kvferry.lab.engine.parallel.stages import cut_to_stage, layers_of_stage, part_of_stage
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.weights import load_model
 from kvferry.transports.errors import ConfigurationError
 
 TinyModel = Callable[[str], Path]

@@ -12,8 +12,8 @@ import pytest
 from custom_connector import FileConnector, FileWorker
 
 from kvferry.connector.config import KVTransferConfig
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.node.replies import transfer_outcome
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.node.replies import transfer_outcome
 from tests.support.engines import MakeNode, served_engine
 from tests.support.engines import SteppedNode as Node
 from tests.support.patience import DEADLINE_S

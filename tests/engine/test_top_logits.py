@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.reference.demo.near_tie import Expectation, compare
-from kvferry.reference.engine.parallel.codec import decode, encode
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.demo.near_tie import Expectation, compare
+from kvferry.lab.engine.parallel.codec import decode, encode
+from kvferry.lab.engine.weights import load_model
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 
 PROMPT = [(7919 * index) % 251 for index in range(40)]

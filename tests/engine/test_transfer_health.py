@@ -15,9 +15,9 @@ from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import TransferRecord
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.types import RequestMetrics
-from kvferry.reference.node.replies import transfer_outcome
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.types import RequestMetrics
+from kvferry.lab.node.replies import transfer_outcome
 from tests.support.engines import served_engine
 from tests.support.patience import DEADLINE_S
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.reference.engine.default_model import default_model_folder
-from kvferry.reference.engine.settings import DEFAULT_MODEL, EngineSettings
-from kvferry.reference.engine.weights import describe_model, load_model, model_folder, model_identity
+from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.engine.settings import DEFAULT_MODEL, EngineSettings
+from kvferry.lab.engine.weights import describe_model, load_model, model_folder, model_identity
 from kvferry.transports.errors import ConfigurationError
 from tests.support.tiny_models import scale_tensor, write_tiny_model
 

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from kvferry.reference.demo.near_tie import Expectation
+from kvferry.lab.demo.near_tie import Expectation
 from tests.support.chaos.schedule import Fault, Kind, schedule, timeline
 from tests.support.chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
 from tests.support.chaos.verdict import violations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.reference.demo.load import (
+from kvferry.lab.demo.load import (
     LINE_CELLS,
     Figures,
     Line,

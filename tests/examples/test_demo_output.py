@@ -10,20 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.reference.demo import run
-from kvferry.reference.demo.cli import DEFAULT_PROMPTS, parse_arguments
-from kvferry.reference.demo.client import Answer
-from kvferry.reference.demo.near_tie import Comparison
-from kvferry.reference.demo.report import (
+from kvferry.lab.demo import run
+from kvferry.lab.demo.cli import DEFAULT_PROMPTS, parse_arguments
+from kvferry.lab.demo.client import Answer
+from kvferry.lab.demo.near_tie import Comparison
+from kvferry.lab.demo.report import (
     RequestReport,
     Way,
     explain_slower,
     format_table,
     report_of,
 )
-from kvferry.reference.demo.vllm_server import KVFERRY
-from kvferry.reference.engine import progress
-from kvferry.reference.engine.progress import Elapsed
+from kvferry.lab.demo.vllm_server import KVFERRY
+from kvferry.lab.engine import progress
+from kvferry.lab.engine.progress import Elapsed
 from kvferry.web.serving import StartupError
 from tests.support.client import wait_until
 

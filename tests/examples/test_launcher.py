@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import Child, LaunchedProcess, Launcher, LaunchError, free_port
+from kvferry.lab.demo.launcher import Child, LaunchedProcess, Launcher, LaunchError, free_port
 from tests.support.client import wait_until
 
 #: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of several ways.

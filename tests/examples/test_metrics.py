@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
-from kvferry.reference.engine.types import EngineStats, EngineTotals, RequestMetrics, RequestOutput
-from kvferry.reference.node.metrics import NodeMetrics
+from kvferry.lab.engine.types import EngineStats, EngineTotals, RequestMetrics, RequestOutput
+from kvferry.lab.node.metrics import NodeMetrics
 from kvferry.router.handoffs import Handoffs
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.nodes import UpstreamNode

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvferry.reference.demo.cli import parse_arguments
-from kvferry.reference.demo.client import Answer
-from kvferry.reference.demo.near_tie import (
+from kvferry.lab.demo.cli import parse_arguments
+from kvferry.lab.demo.client import Answer
+from kvferry.lab.demo.near_tie import (
     AskAlone,
     Comparison,
     Expectation,
@@ -16,8 +16,8 @@ from kvferry.reference.demo.near_tie import (
     compare,
     tolerance_of,
 )
-from kvferry.reference.demo.report import format_table, report_of
-from kvferry.reference.demo.run import _show
+from kvferry.lab.demo.report import format_table, report_of
+from kvferry.lab.demo.run import _show
 
 PROMPT = (1, 2, 3)
 TOLERANCE = tolerance_of("float32")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.node.cli import parse_arguments
+from kvferry.lab.node.cli import parse_arguments
 from tests.support.zygote import EXAMPLES
 
 ROOT = EXAMPLES.parent

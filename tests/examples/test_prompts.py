@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvferry.reference.engine.errors import PromptTooLongError
-from kvferry.reference.node.openai_request import ChatPrompt, Message, parse_completion
-from kvferry.reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
+from kvferry.lab.engine.errors import PromptTooLongError
+from kvferry.lab.node.openai_request import ChatPrompt, Message, parse_completion
+from kvferry.lab.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
 from kvferry.web.errors import ApiError
 from tests.support.patience import DEADLINE_S
 

@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from kvferry.reference.node.openai_request import (
+from kvferry.lab.node.openai_request import (
     STREAM_OPTIONS_WITHOUT_EFFECT,
     WITHOUT_EFFECT,
     parse_chat,

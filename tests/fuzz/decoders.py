@@ -17,8 +17,8 @@ from kvferry.cli.errors import CommandError
 from kvferry.cli.main import commands_of, make_parser
 from kvferry.connector.handoff import messages
 from kvferry.connector.p2p.params import parse_transfer_params
-from kvferry.reference.engine.errors import InvalidRequestError
-from kvferry.reference.node.openai_request import parse_chat, parse_completion
+from kvferry.lab.engine.errors import InvalidRequestError
+from kvferry.lab.node.openai_request import parse_chat, parse_completion
 from kvferry.router import kv_events, membership
 from kvferry.router.sessions import take_offer
 from kvferry.transports.errors import KVTransferError

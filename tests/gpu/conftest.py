@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.engine.weights import load_model
 from kvferry.transports.testing.leaks import Leaks
 from tests.support.answers import Answer
 from tests.support.engines import MakeNode, stepped_nodes

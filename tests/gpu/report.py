@@ -140,7 +140,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         tests("loads while kernels run", "test_loads_and_kernels.py", at_most_s=150, kept_s=40),
         tests("attention after a handoff", "test_attention_after_a_handoff.py", at_most_s=60, kept_s=20),
         tests("attention backends", "test_attention_backends.py", at_most_s=240, kept_s=15),
-        Step("bench-gpu", [python, "benchmarks/gpu.py", *bench], 130, 90, shows_output=True),
+        Step("bench-gpu", [python, "-m", "tests.gpu.bench", *bench], 130, 90, shows_output=True),
         Step(MAKE_MODEL, [python, "-c", make_model, model, json.dumps(DEMO_MODEL if on_gpu else {})], 60, 20),
         demo("auto"),
         demo("tcp"),

@@ -16,8 +16,8 @@ from kvferry.connector.handoff.messages import Grant
 from kvferry.connector.handoff.offers import OFFER_TRANSITIONS, Offer, OfferState
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p.scheduler import RequestState
-from kvferry.reference.engine.handoffs import Hold
-from kvferry.reference.engine.request import RequestStatus
+from kvferry.lab.engine.handoffs import Hold
+from kvferry.lab.engine.request import RequestStatus
 from kvferry.transports.errors import KVTransferStateError
 from tests.support.handoff_simulator import PromiseBroken, Simulation, explore
 from tests.support.handoff_simulator.load_states import GRANT, OFFER

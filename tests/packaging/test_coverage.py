@@ -264,7 +264,7 @@ def test_the_engine_uses_them_or_the_page_says_that_it_does_not() -> None:
     for row in ROWS:
         if not row.used.startswith("*library*"):
             path, *by = re.findall(r"`([^`]+)`", row.used)
-            assert path.startswith("reference/engine/"), row.signature
+            assert path.startswith("lab/engine/"), row.signature
             assert (by[0] if by else row.name) in _names_in(ROOT / path), row.signature
 
 

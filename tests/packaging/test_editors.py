@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cli", "connector", "prove", "reference", "router", "runner_mixin", "sizing", "transports", "web")
+PACKAGES = ("cli", "connector", "lab", "router", "runner_mixin", "transports", "web")
 FOLDERS = (*PACKAGES, "src", "examples", "benchmarks", "tests")
 
 

@@ -21,6 +21,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_block_is_accepted_by_what_reads_it(fence: Fence) -> None:
         ("sh", "make demo DEMO_ARGS='--no-such-option'"),
         ("sh", "pip install '.[no-such-extra]'"),
         ("sh", "ip netns exec slow python examples/router.py --no-such-option"),
-        ("sh", "python benchmarks/no_such_file.py"),
+        ("sh", "python -m kvferry.lab.bench.no_such_file"),
         ("sh", "docker compose -f docker/no-such-file.yaml up"),
         ("sh", "vllm serve MODEL --kv-transfer-config '{not JSON}'"),
         ("sh", "echo 'a quote that does not end"),
@@ -255,9 +256,13 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
 
 
 def check_python_command(arguments: Sequence[str]) -> None:
-    """Let a script of this repository parse its command line, and go no further."""
+    """Let a program of this repository parse its command line, and go no further."""
     script = arguments[0]
-    if script in ("-m", "-c") or PurePath(script).name == "toy_proxy_server.py":
+    is_own_module = script == "-m" and arguments[1].startswith("kvferry.lab.")
+    if is_own_module:
+        arguments = arguments[1:]
+        script = arguments[0]
+    elif script in ("-m", "-c") or PurePath(script).name == "toy_proxy_server.py":
         return
     parse = argparse.ArgumentParser.parse_args
 
@@ -269,9 +274,13 @@ def check_python_command(arguments: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         patch.setattr(sys, "argv", [script, *arguments[1:]])
-        patch.syspath_prepend(str((ROOT / script).parent))
         try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            if is_own_module:
+                assert find_spec(script), f"there is no module {script}"
+                runpy.run_module(script, run_name="__main__")
+            else:
+                patch.syspath_prepend(str((ROOT / script).parent))
+                runpy.run_path(str(ROOT / script), run_name="__main__")
             is_accepted = not arguments[1:]  # it has run, and takes no arguments
         except _ParsedError:
             is_accepted = True
@@ -289,7 +298,7 @@ def check_make(arguments: Sequence[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
-        if re.search(r"/python (examples|benchmarks)/", line):
+        if re.search(r"/python (examples/|-m kvferry\.lab\.)", line):
             check_shell(line)
 
 

@@ -21,11 +21,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "cli": ROOT / "cli",
     "connector": ROOT / "connector",
-    "prove": ROOT / "prove",
-    "reference": ROOT / "reference",
+    "lab": ROOT / "lab",
     "router": ROOT / "router",
     "runner_mixin": ROOT / "runner_mixin",
-    "sizing": ROOT / "sizing",
     "transports": ROOT / "transports",
     "web": ROOT / "web",
 }

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.prove.cli import configure
-from kvferry.prove.forging import KEPT, forged, malformed
-from kvferry.prove.main import command, select
-from kvferry.prove.models import write_other_weights, write_tiny_model
-from kvferry.prove.presets import PRESETS, SIDES, connector_of, with_places
-from kvferry.prove.rows import AFTERWARDS, ROWS, STAGES
-from kvferry.reference.engine.progress import quiet_loading
+from kvferry.lab.engine.progress import quiet_loading
+from kvferry.lab.prove.cli import configure
+from kvferry.lab.prove.forging import KEPT, forged, malformed
+from kvferry.lab.prove.main import command, select
+from kvferry.lab.prove.models import write_other_weights, write_tiny_model
+from kvferry.lab.prove.presets import PRESETS, SIDES, connector_of, with_places
+from kvferry.lab.prove.rows import AFTERWARDS, ROWS, STAGES
 from kvferry.transports.errors import ConfigurationError
 
 PARAMS = {

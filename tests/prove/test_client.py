@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.prove.client import LOADED, USAGE, Client, Form, image_of
+from kvferry.lab.prove.client import LOADED, USAGE, Client, Form, image_of
 from tests.support.patience import DEADLINE_S
 
 METRICS = f"""\

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.prove import lab
+from kvferry.lab.prove import lab
 from tests.prove.fake_vllm import Behaviour, running_pair
 
 ROWS = (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.prove.outcomes import (
+from kvferry.lab.demo.near_tie import Expectation
+from kvferry.lab.prove.outcomes import (
     BAD,
     MEANINGS,
     Expected,
@@ -18,7 +19,6 @@ from kvferry.prove.outcomes import (
     judge_rest,
     worst,
 )
-from kvferry.reference.demo.near_tie import Expectation
 
 PROMPT, TOKENS = [1, 2, 3], [7, 8, 9]
 EXPECTED = Expected(PROMPT, TOKENS, [-1.0, -2.0, -3.0])

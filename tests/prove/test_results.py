@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.prove.outcomes import Outcome, Verdict
-from kvferry.prove.results import Results, Target, command_of, html, markdown, overview, summary
+from kvferry.lab.prove.outcomes import Outcome, Verdict
+from kvferry.lab.prove.results import Results, Target, command_of, html, markdown, overview, summary
 from kvferry.transports.errors import ConfigurationError
 
 RIGHT, AGAIN = Verdict(Outcome.RIGHT, loaded=True), Verdict(Outcome.RIGHT, loaded=False)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from kvferry.prove.models import byte_tokenizer
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.prove.models import byte_tokenizer
 from kvferry.router.beginnings import Abilities, StitchedBeginning, take_token_ids
 from kvferry.router.endings import Heard
 from kvferry.web.sse import Event, events_of

@@ -1,30 +1,24 @@
 """The router's placement in virtual time, against fixed ways and against one that knows the future.
 
-The loads are those of `benchmarks/fleet.py`. Everything follows from the seeds, so a failure repeats.
+The loads are those of `lab/bench/fleet.py`. Everything follows from the seeds, so a failure repeats.
 """
 
 from __future__ import annotations
 
 import random
-import runpy
 import statistics
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from kvferry.lab.bench.fleet_figures import LOADS, Unloaded, paced
+from kvferry.lab.plan.costs import Costs
+from kvferry.lab.plan.loads import Arrival, arrivals_of
+from kvferry.lab.plan.simulation import Chosen, FleetSimulation, Outcome, fixed_roles, least_load
 from kvferry.router.placement import Limits
-from kvferry.sizing.costs import Costs
-from kvferry.sizing.loads import Arrival, arrivals_of
-from kvferry.sizing.simulation import Chosen, FleetSimulation, Outcome, fixed_roles, least_load
 from tests.support.fleet_simulator import SharedFleet, best_known, fixed_ways, goodput, routed
 
-FIGURES: Mapping[str, Any] = runpy.run_path(
-    str(Path(__file__).parents[2] / "benchmarks" / "fleet_figures.py")
-)
 CPU = Costs()
 #: Something like a GPU: prompts are cheap, steps are short, and a handover is a large part of a short prompt.
 GPU = Costs(0.008, 4e-5, 3e-4, 2048, 0.004, 2e-6)
@@ -35,11 +29,11 @@ def arrivals(
     load: str, seed: int, intensity: float, costs: Costs, num_nodes: int, num: int = 32
 ) -> list[Arrival]:
     """Return requests of a load, which bring so much work per unit of time, 1 for what the nodes do one by one."""
-    plan = FIGURES["LOADS"][load](random.Random(f"{seed} {load}"), num, 1.0)
-    idle = FIGURES["Unloaded"](
+    plan = LOADS[load](random.Random(f"{seed} {load}"), num, 1.0)
+    idle = Unloaded(
         {number: costs.unloaded_ttft_s(number) for number in (16, 256, 512, 1024, 2048)}, costs.unloaded_itl_s
     )
-    return arrivals_of(FIGURES["paced"](plan, idle, num_nodes, intensity)[0])
+    return arrivals_of(paced(plan, idle, num_nodes, intensity)[0])
 
 
 @cache
@@ -61,7 +55,7 @@ def rounds(
 
 
 @pytest.mark.parametrize("intensity", INTENSITIES)
-@pytest.mark.parametrize("load", FIGURES["LOADS"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(
     ("costs", "num_nodes", "share"),
     # The rounds of the fleet like GPUs take 2 to 5 s, in which the router has to learn what everything takes.
@@ -76,7 +70,7 @@ def test_no_fixed_way_keeps_the_limits_for_more_requests(
     assert rates["auto"] >= share * best, rates
 
 
-@pytest.mark.parametrize("load", [name for name in FIGURES["LOADS"] if name != "long-answers"])
+@pytest.mark.parametrize("load", [name for name in LOADS if name != "long-answers"])
 @pytest.mark.parametrize(
     ("costs", "intensity", "share"),
     [(CPU, 1.0, 0.95), (CPU, 1.5, 0.95), (GPU, 1.0, 0.98), (GPU, 1.5, 0.97)],

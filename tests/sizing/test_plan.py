@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.sizing.costs import Costs
-from kvferry.sizing.measuring import Measured, fit
+from kvferry.lab.plan.costs import Costs
+from kvferry.lab.plan.measuring import Measured, fit
 
 COSTS = Costs(
     0.01, 1e-4, 2e-3, 512, 0.02, 1e-5, request_s=0.005, context_s=1e-7, answer_context_s=1e-6, mixed_s=0.02

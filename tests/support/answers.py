@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.near_tie import tolerance_of
+from kvferry.lab.demo.near_tie import tolerance_of
 
 #: Two answers of models in float32 differ by less. Tests in other types compare by `compare` with a tolerance of their own.
 _TOLERANCE = tolerance_of("float32")

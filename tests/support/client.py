@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvferry.reference.demo import client
-from kvferry.reference.demo.launcher import LaunchedProcess
-from kvferry.reference.demo.near_tie import AskAlone, assert_same_answer
+from kvferry.lab.demo import client
+from kvferry.lab.demo.launcher import LaunchedProcess
+from kvferry.lab.demo.near_tie import AskAlone, assert_same_answer
 from tests.support.answers import Answer
 from tests.support.patience import DEADLINE_S
 
@@ -147,7 +147,7 @@ class Client:
 
 
 def ask_alone(single: Client, **fields: Any) -> AskAlone:
-    """See `kvferry.reference.demo.client.ask_alone`."""
+    """See `kvferry.lab.demo.client.ask_alone`."""
     return client.ask_alone(single.process.port, **fields)
 
 

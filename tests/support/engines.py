@@ -14,11 +14,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.stats import KVConnectorStats
-from kvferry.reference.engine.core import EngineCore
-from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput, SamplingParams
-from kvferry.reference.node.app import NodeServer
+from kvferry.lab.engine.core import EngineCore
+from kvferry.lab.engine.engine import Engine
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.types import GenerationRequest, RequestMetrics, RequestOutput, SamplingParams
+from kvferry.lab.node.app import NodeServer
 from kvferry.runner_mixin import state
 from tests.support.answers import Answer
 from tests.support.patience import DEADLINE_S

@@ -1,4 +1,4 @@
-"""What tests compare the router's placement with, in `kvferry.sizing.simulation`: fixed ways, one that knows the future, and
+"""What tests compare the router's placement with, in `kvferry.lab.plan.simulation`: fixed ways, one that knows the future, and
 several routers that share the nodes.
 """
 
@@ -7,12 +7,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from kvferry.lab.plan.costs import Costs
+from kvferry.lab.plan.loads import Arrival
+from kvferry.lab.plan.simulation import Chosen, FleetSimulation, Outcome, Way, fixed_roles, least_load
 from kvferry.router.fleet import Fleet
 from kvferry.router.placement import Limits
 from kvferry.router.states import Occupancy
-from kvferry.sizing.costs import Costs
-from kvferry.sizing.loads import Arrival
-from kvferry.sizing.simulation import Chosen, FleetSimulation, Outcome, Way, fixed_roles, least_load
 
 
 def fixed_ways(num_nodes: int) -> dict[str, Way]:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvferry.prove.models import byte_tokenizer
-from kvferry.reference.engine.progress import quiet_loading
+from kvferry.lab.engine.progress import quiet_loading
+from kvferry.lab.prove.models import byte_tokenizer
 from tests.support.answers import Answer
 
 _COMMON = {

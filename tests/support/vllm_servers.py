@@ -14,9 +14,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, run_program
-from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
-from kvferry.reference.demo.vllm_server import ask_vllm_alone, start_vllm
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, run_program
+from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.demo.vllm_server import ask_vllm_alone, start_vllm
 from tests.support.chaos.services import Service
 
 ANSWER_S = 120.0

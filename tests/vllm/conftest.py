@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo import vllm_server
-from kvferry.reference.demo.launcher import run_program
-from kvferry.reference.demo.near_tie import Expectation, assert_same_answer, tolerance_of
+from kvferry.lab.demo import vllm_server
+from kvferry.lab.demo.launcher import run_program
+from kvferry.lab.demo.near_tie import Expectation, assert_same_answer, tolerance_of
 from tests.support.engine_process import Answer, Node
 from tests.support.zygote import Zygote
 

@@ -16,9 +16,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.stats import KVConnectorStats
-from kvferry.reference.engine.core import EngineCore
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.core import EngineCore
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.engine.types import GenerationRequest, SamplingParams
 from tests.support.orders import obey
 
 

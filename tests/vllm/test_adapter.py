@@ -59,8 +59,8 @@ from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.connector.vllm.windows import WindowBlocks
 from kvferry.connector.vllm.worker import WorkerSide
-from kvferry.reference.engine.types import EngineStats
-from kvferry.reference.node.metrics import NodeMetrics
+from kvferry.lab.engine.types import EngineStats
+from kvferry.lab.node.metrics import NodeMetrics
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import create_transport
 from tests.support.handoff_orders import ordered, orders_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.vllm_server import ENVIRONMENT
+from kvferry.lab.demo.vllm_server import ENVIRONMENT
 from kvferry.transports.testing.certificates import Authority
 from tests.support.client import wait_until
 from tests.support.deployments import EXAMPLES, helm, ready_roles, render, running_pods

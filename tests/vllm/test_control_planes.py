@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
-from kvferry.reference.demo.near_tie import assert_same_answer
-from kvferry.reference.demo.vllm_router import find_program, start_vllm_router
-from kvferry.reference.demo.vllm_server import KVFERRY, ask_vllm_alone, start_vllm
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.demo.near_tie import assert_same_answer
+from kvferry.lab.demo.vllm_router import find_program, start_vllm_router
+from kvferry.lab.demo.vllm_server import KVFERRY, ask_vllm_alone, start_vllm
 from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar
 from tests.support.vllm_servers import LOADS, Server, logprobs_of
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
-from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

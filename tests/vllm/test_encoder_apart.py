@@ -49,7 +49,7 @@ def transfer(role: str, **extra: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def image_model(tmp_path_factory):
-    from kvferry.prove.models import write_tiny_image_model
+    from kvferry.lab.prove.models import write_tiny_image_model
 
     return write_tiny_image_model(tmp_path_factory.mktemp("images"))
 
@@ -112,7 +112,7 @@ def assert_at_rest(node) -> None:
 
 @pytest.fixture
 def illustrated(prompt):
-    from kvferry.prove.models import IMAGE_TOKEN
+    from kvferry.lab.prove.models import IMAGE_TOKEN
 
     tokens = prompt(100)
     return [*tokens[:28], IMAGE_TOKEN, *tokens[28:]]
@@ -264,7 +264,7 @@ def test_an_image_goes_through_three_nodes(start, encoder, answering, illustrate
 
 
 def test_other_weights_under_the_same_name_are_refused(start, answering, illustrated, image_model, tmp_path):
-    from kvferry.prove.models import write_other_weights
+    from kvferry.lab.prove.models import write_other_weights
 
     path = image_model / "model.safetensors"
     kept = shutil.copy(path, tmp_path)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.explain import ask
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
-from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.web.explain import Told, tell
 from tests.support.slow_vllm_connector import FOLDER_VARIABLE, SLOW_S
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kvferry.reference.engine.weights import load_model
+from kvferry.lab.engine.weights import load_model
 
 pytestmark = pytest.mark.timeout(600)
 

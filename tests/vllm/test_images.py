@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def running_pair(start_module_pair, tmp_path_factory):
-    from kvferry.prove.models import write_tiny_image_model
+    from kvferry.lab.prove.models import write_tiny_image_model
 
     model = write_tiny_image_model(tmp_path_factory.mktemp("images"))
     # vLLM needs the tokenizer to replace the placeholder of an image.
@@ -19,7 +19,7 @@ def running_pair(start_module_pair, tmp_path_factory):
 @pytest.fixture
 def illustrated(prompt):
     """A prompt with a placeholder for an image, which begins before the boundary of two blocks and ends after it."""
-    from kvferry.prove.models import IMAGE_TOKEN
+    from kvferry.lab.prove.models import IMAGE_TOKEN
 
     tokens = prompt(100)
     return [*tokens[:28], IMAGE_TOKEN, *tokens[28:]]

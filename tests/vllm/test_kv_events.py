@@ -9,9 +9,9 @@ import random
 import aiohttp
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, free_port
-from kvferry.reference.demo.vllm_server import ARGUMENTS, start_vllm
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.demo.launcher import Launcher, free_port
+from kvferry.lab.demo.vllm_server import ARGUMENTS, start_vllm
+from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.router.kv_events import EventFollower
 from kvferry.router.nodes import NodePool
 from kvferry.router.prefixes import Prefixes, keys_of

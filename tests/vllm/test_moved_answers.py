@@ -13,8 +13,8 @@ from operator import attrgetter
 
 import pytest
 
-from kvferry.reference.demo.launcher import run_program
-from kvferry.reference.demo.vllm_server import KVFERRY
+from kvferry.lab.demo.launcher import run_program
+from kvferry.lab.demo.vllm_server import KVFERRY
 from tests.support.chaos.services import Service, reserved_port
 from tests.support.losses import NUM_LOSSES, SEED, START_S, Fleet, learn, lose_nodes
 from tests.support.vllm_servers import Server, VllmService

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
-from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.engine.default_model import default_model_folder
 from tests.support.client import Client, wait_until
 from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server, logprobs_of
 

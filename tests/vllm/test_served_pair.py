@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
-from kvferry.reference.demo.report import Way
-from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
-from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.demo.report import Way
+from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.engine.default_model import default_model_folder
 from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher, free_port
-from kvferry.reference.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.demo.launcher import Launcher, free_port
+from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import scale_tensor
 from tests.support.vllm_servers import USAGE as USAGE_OF_CACHE

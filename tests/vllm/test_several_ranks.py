@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.reference.demo.launcher import Launcher
-from kvferry.reference.demo.vllm_server import ARGUMENTS, start_vllm
+from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.demo.vllm_server import ARGUMENTS, start_vllm
 from tests.support.many_handoffs import CHUNK_TOKENS, NUM_HANDOFFS, SHAPES, hand_over_many
 from tests.support.vllm_servers import Server
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.launcher import run_program
-from kvferry.reference.demo.vllm_server import KVFERRY, ask_vllm_alone
+from kvferry.lab.demo.launcher import run_program
+from kvferry.lab.demo.vllm_server import KVFERRY, ask_vllm_alone
 from tests.support.chaos.fleet import TIMING, Fleet
 from tests.support.chaos.sampling import num_loads, read
 from tests.support.chaos.services import reserved_port

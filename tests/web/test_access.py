@@ -17,10 +17,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.node.app import NodeServer
-from kvferry.reference.node.cli import parse_arguments
+from kvferry.lab.engine.engine import Engine
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.node.app import NodeServer
+from kvferry.lab.node.cli import parse_arguments
 from kvferry.router.app import Router
 from kvferry.router.main import main as router_main
 from kvferry.router.nodes import NodePool

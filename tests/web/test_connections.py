@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.reference.node.cli import parse_arguments
+from kvferry.lab.node.cli import parse_arguments
 from kvferry.web.connections import ConnectionLimits
 from kvferry.web.errors import error_middleware
 from kvferry.web.json_body import MAX_BODY_BYTES, read_json

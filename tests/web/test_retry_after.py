@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.settings import EngineSettings
-from kvferry.reference.node.app import NodeServer
+from kvferry.lab.engine.engine import Engine
+from kvferry.lab.engine.settings import EngineSettings
+from kvferry.lab.node.app import NodeServer
 from kvferry.router.nodes import RETRY_AFTER_S, NodePool
 from kvferry.router.states import Health, NodeState
 from kvferry.web.errors import ApiError, unavailable

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvferry.reference.demo.launcher import Spawn
+from kvferry.lab.demo.launcher import Spawn
 
 from .schedule import Fault, Kind
 from .services import Service, reserved_port

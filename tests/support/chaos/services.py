@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
+from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
 from tests.support.client import children_of
 
 #: Seconds from SIGTERM to a node's end: its drain, its engine's shutdown, and a reserve for busy machines.

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count, product
 from pathlib import Path
 
-from kvferry.reference.demo.near_tie import AskAlone
+from kvferry.lab.demo.near_tie import AskAlone
 from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, assert_answers_like, wait_until
 from tests.support.losses import held_by
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.reference.demo.near_tie import AskAlone, compare
+from kvferry.lab.demo.near_tie import AskAlone, compare
 
 from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome

@@ -31,10 +31,10 @@ from kvferry.connector.p2p.params import CONTINUES, MOVE, MOVE_AS, MOVED
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.planning import compatibility
 from kvferry.connector.planning.layout import KVLayout, LayerLayout
-from kvferry.reference.engine.request import BlockHasher, Request
-from kvferry.reference.engine.scheduler import Scheduler
-from kvferry.reference.engine.step import ScheduledRequest, StepPlan
-from kvferry.reference.engine.types import FinishReason, GenerationRequest, SamplingParams
+from kvferry.lab.engine.request import BlockHasher, Request
+from kvferry.lab.engine.scheduler import Scheduler
+from kvferry.lab.engine.step import ScheduledRequest, StepPlan
+from kvferry.lab.engine.types import FinishReason, GenerationRequest, SamplingParams
 from kvferry.router.beginnings import Abilities
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput

@@ -1,0 +1,1 @@
+"""Programs that compare kvferry with other programs: `python -m kvferry.lab.bench.transports` and its neighbours."""
