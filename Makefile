@@ -67,7 +67,7 @@ demo-load: $(READY) ## let answers stream while long prompts arrive, at two plai
 # A test that hangs inside a library's call is not interrupted by its own timeout. Then the process of the test ends.
 .PHONY: test test-all
 test: TESTS := not full
-test: ## run the tests that each change must pass (about 13 minutes)
+test: ## run the tests that each change must pass (about 6 minutes)
 test-all: ## run every test that this machine can run (half an hour)
 test test-all: $(READY)
 	$(BIN)/python -m pytest -m "$(TESTS)" $(BY_FILE) \
@@ -257,6 +257,7 @@ check: $(READY) ## check style, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/size.py
 
 .PHONY: format
 format: $(READY) ## format the code, and fix what ruff can fix

@@ -14,6 +14,8 @@ import pytest
 from tests.support.patience import SLOWNESS
 
 pytest_plugins = ["kvferry.transports.testing.leaks", "pytester"]
+if find_spec("xdist") is not None:  # the venv with vLLM has none
+    pytest_plugins.append("tests.support.runs")
 
 pytest.register_assert_rewrite(
     "tests.support.handoff_simulator", "kvferry.connector.testing", "kvferry.transports.testing"

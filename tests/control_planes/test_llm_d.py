@@ -12,7 +12,7 @@ from tests.control_planes.conftest import Nodes
 from tests.support.client import wait_until
 from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar, go_json
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 #: Go writes three of its characters in another way than Python.
 PROMPT = "<A ferry> takes what others have packed & does not open the boxes. " * 3

@@ -26,7 +26,7 @@ from tests.control_planes.conftest import START_TIMEOUT_S, Nodes
 from tests.support.client import TIMEOUT_S, Client, Reply, wait_until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(
         find_program() is None, reason="vllm-router is not installed; `make control-planes` gets it"
     ),

@@ -1,9 +1,8 @@
 """Nodes and routers as real processes. Tests that break nothing on purpose share them for the whole session.
 
 A test that needs a pair of nodes is written once for all transports (the fixture `transport`). The variable CONNECTORS
-names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, tests marked `every_transport` run over each
-transport, and the others over shared memory. Those marked `every_transport(full=True)` show with other transports
-nothing that `tests/transports` does not show: `make test` runs them over shared memory, and `make test-all` over each.
+names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, all run over shared memory in `make test`, and
+those marked `every_transport` over each transport in `make test-all`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
         every = metafunc.definition.get_closest_marker("every_transport")
         names = os.environ.get("CONNECTORS", " ".join(TRANSPORTS) if every else "shm").split()
-        in_full = every is not None and every.kwargs.get("full", False)
-        parameters = [over(name, is_full=in_full and name != "shm") for name in names]
+        parameters = [over(name, is_full="CONNECTORS" not in os.environ and name != "shm") for name in names]
         metafunc.parametrize("transport", parameters, indirect=True, scope="session")
 
 

@@ -34,7 +34,7 @@ def test_a_completion_has_what_openai_promises(server: Any) -> None:
     assert reply.body["usage"]["total_tokens"] == 23
 
 
-@pytest.mark.every_transport(full=True)
+@pytest.mark.every_transport
 def test_a_stream_has_the_same_text_as_the_whole_answer(server: Any) -> None:
     whole = server.complete("To carry a letter", max_tokens=9)
     with server.streaming(

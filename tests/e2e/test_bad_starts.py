@@ -70,7 +70,6 @@ def test_a_port_in_use(script: str) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_models_and_connectors_that_are_not_there(
     launcher: Launcher, tiny_model: Path, tmp_path: Path
@@ -103,7 +102,7 @@ def test_models_and_connectors_that_are_not_there(
         assert process.wait(DEADLINE_S) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_peer_with_another_cache_is_refused_with_the_name_of_the_field_that_differs(
     launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], other_model: Path
 ) -> None:
@@ -132,7 +131,7 @@ def test_a_peer_with_another_cache_is_refused_with_the_name_of_the_field_that_di
     assert tiny_fleet.router.complete(PROMPT, max_tokens=2).status == 200
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_node_ends_quickly_and_cleanly_at_a_second_signal_and_with_its_launcher(
     number: signal.Signals, launcher: Launcher, tiny_arguments: Sequence[str]

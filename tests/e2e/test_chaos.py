@@ -30,7 +30,7 @@ NODE = (
 )  # fmt: skip
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(1.1 * SECONDS + 240),
     pytest.mark.skipif("CONNECTORS" not in os.environ, reason="a part of `make test-transports`"),
 ]

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Fleet, launch_fleet
 from tests.support import jumping_clock
 from tests.support.client import DO_REMOTE_DECODE, Client, assert_answers_like, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 LEASE_S = 6.0
 
@@ -27,7 +27,7 @@ def fleet(tiny_single: Client, tiny_arguments: tuple[str, ...]) -> Iterator[Flee
         yield launch_fleet(launcher, tiny_single, *tiny_arguments)
 
 
-@pytest.mark.every_transport(full=True)
+@pytest.mark.every_transport
 def test_a_clock_that_jumps_changes_nothing(fleet: Fleet) -> None:
     told = [json.loads(fleet.router.get("/page/state")[1])["now"] for _ in range(20)]
     assert max(told) - min(told) > 3600, "the time of day does not jump"

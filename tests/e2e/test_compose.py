@@ -43,8 +43,8 @@ def shared(socket_dir: Path, transport: str) -> Path:
     return socket_dir
 
 
-@pytest.mark.slow
-@pytest.mark.every_transport(full=True)
+@pytest.mark.full
+@pytest.mark.every_transport
 def test_a_profile_is_a_pair_that_answers(
     launcher: Launcher,
     tiny_single: Client,

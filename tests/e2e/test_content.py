@@ -15,7 +15,7 @@ from tests.support.tiny_models import write_tiny_model
 
 from .conftest import START_TIMEOUT_S, TINY_NODE, Fleet
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 ONE = "A ferry takes what others have packed; it does not open the boxes. " * 4
 #: The same length, with other tokens from the first block on.
@@ -57,7 +57,7 @@ def assert_refused(reply: Reply, expected: Reply) -> None:
     assert_same_scores(reply, expected)
 
 
-@pytest.mark.every_transport(full=True)
+@pytest.mark.every_transport
 def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: str) -> None:
     other = f"{transport}: {OTHER}"
     params = offer(tiny_fleet.prefill, f"{transport}: {ONE}")

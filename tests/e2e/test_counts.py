@@ -33,7 +33,7 @@ def num_counted(router: Client) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in counted}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_streams_whose_clients_leave_at_their_last_event_are_all_counted(tiny_fleet: Any) -> None:
     router = tiny_fleet.router
     before = num_counted(router)

@@ -38,7 +38,7 @@ def _checked(data: bytes) -> bytes:
     return data + zlib.crc32(data).to_bytes(4, "little")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("connector", "module", "forge"),
     [
@@ -89,7 +89,7 @@ def test_a_pair_hands_over_through_a_store(
         wait_until(client.is_whole)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_client_learns_what_the_connector_raised_and_the_node_goes_on(
     launcher: Launcher, tiny_single: Client, tiny_single_arguments: Sequence[str]
 ) -> None:

@@ -17,7 +17,7 @@ from tests.e2e.conftest import LEASE, PATIENT, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 PROMPT = "A ferry that is called home hands its cargo to the next one, which goes on from where it was. " * 3
 NUM_ANSWERS = 8

@@ -18,7 +18,7 @@ from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, Spawn
 from tests.support.client import DO_REMOTE_DECODE, Client
 from tests.support.zygote import Zygote
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 #: What `make rdma-libraries` downloads.
 LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "rdma-libraries"

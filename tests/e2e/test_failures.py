@@ -143,6 +143,7 @@ def test_prefill_killed_in_the_middle(
         wait_until(decode.is_whole)
 
 
+@pytest.mark.full
 def test_prefill_killed_after_the_transfer(
     tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: Expected
 ) -> None:
@@ -156,6 +157,7 @@ def test_prefill_killed_after_the_transfer(
     wait_until(tiny_fleet.decode.is_whole)
 
 
+@pytest.mark.full
 def test_an_offer_of_a_node_that_restarted_since_is_stale(
     tiny_fleet: Any, failing_decode: Client, unique_prompt: str, expected: Expected
 ) -> None:
@@ -166,6 +168,7 @@ def test_an_offer_of_a_node_that_restarted_since_is_stale(
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)
 
 
+@pytest.mark.full
 def test_an_expired_lease_is_a_stale_error_and_never_delivers_other_bytes(
     short_lease_prefill: Client,
     tiny_fleet: Any,
@@ -189,6 +192,7 @@ def test_an_expired_lease_is_a_stale_error_and_never_delivers_other_bytes(
     wait_until(failing_decode.is_whole)
 
 
+@pytest.mark.full
 def test_offers_that_no_node_takes_end_with_their_lease(
     short_lease_prefill: Client, unique_prompt: str
 ) -> None:
@@ -198,6 +202,7 @@ def test_offers_that_no_node_takes_end_with_their_lease(
     wait_until(short_lease_prefill.is_whole)
 
 
+@pytest.mark.full
 def test_an_offer_can_be_taken_once(tiny_fleet: Any, failing_decode: Client, unique_prompt: str) -> None:
     params = offer(tiny_fleet.prefill, unique_prompt)
     assert ask(tiny_fleet.decode, unique_prompt, params).transfer["num_blocks"] == -(
@@ -222,6 +227,7 @@ def test_a_client_that_leaves_while_the_prompt_is_computed(tiny_fleet: Any, uniq
 
 
 @pytest.mark.every_transport
+@pytest.mark.full
 def test_a_client_that_leaves_while_the_cache_is_loaded(tiny_fleet: Any, unique_prompt: str) -> None:
     decode = tiny_fleet.decode
     params = offer(tiny_fleet.prefill, unique_prompt)
@@ -240,6 +246,7 @@ def test_a_client_that_leaves_while_the_cache_is_loaded(tiny_fleet: Any, unique_
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)
 
 
+@pytest.mark.full
 def test_a_client_that_leaves_while_the_answer_is_computed(tiny_fleet: Any, unique_prompt: str) -> None:
     with tiny_fleet.router.streaming(unique_prompt, max_tokens=200, ignore_eos=True) as events:
         assert next(events)["choices"][0]["finish_reason"] is None
@@ -276,6 +283,7 @@ def test_the_router_avoids_nodes_that_are_gone(
     wait_until(tiny_fleet.decode.is_whole)
 
 
+@pytest.mark.full
 def test_a_router_that_is_stopped_tells_its_waiting_clients(
     launcher: Launcher, tiny_fleet: Any, unique_prompt: str
 ) -> None:
@@ -304,6 +312,7 @@ def test_a_router_that_is_stopped_tells_its_waiting_clients(
         wait_until(node.is_whole)
 
 
+@pytest.mark.full
 def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone_if_that_may_recompute(
     launcher: Launcher, tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: Expected
 ) -> None:
@@ -324,6 +333,7 @@ def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone
     assert auto.get("/ready")[0] == 200
 
 
+@pytest.mark.full
 def test_a_stream_whose_decode_node_is_killed_ends_with_the_cause(
     launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], unique_prompt: str
 ) -> None:
@@ -340,6 +350,7 @@ def test_a_stream_whose_decode_node_is_killed_ends_with_the_cause(
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)
 
 
+@pytest.mark.full
 def test_a_pair_that_cannot_hand_over_says_so_and_holds_no_blocks(
     launcher: Launcher,
     tiny_fleet: Any,

@@ -33,7 +33,7 @@ def hybrid_fleet(start_fleet: Any, single: Any, arguments: Sequence[str]) -> Any
     return start_fleet(single, *arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_hybrid_model_is_handed_over_between_processes(hybrid_fleet: Any) -> None:
     for length, fields in product((17, 41, 55, 129, 300), ({}, {"logprobs": 0})):

@@ -159,7 +159,7 @@ def test_a_small_model_in_the_uniform_layout(tiny_fleet: Any, transport: str) ->
     assert_identical(tiny_fleet, transport, "uniform", num_layers=1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_small_model_in_the_per_layer_layout(per_layer_fleet: Any, transport: str) -> None:
     assert_identical(per_layer_fleet, transport, "per-layer", num_layers=3)
 

@@ -19,7 +19,7 @@ from tests.e2e.conftest import LEASE, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
 from tests.support.patience import DEADLINE_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 #: Blocks of the pool, of which one is the null block.
 NUM_BLOCKS = 33

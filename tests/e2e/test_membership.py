@@ -13,7 +13,7 @@ from kvferry.lab.demo.launcher import Launcher
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S, Fleet
 from tests.support.client import Client, assert_answers_like, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 3

@@ -65,7 +65,7 @@ def prometheus(tiny_fleet: Any, tmp_path: Path) -> Iterator[Prometheus]:
         yield prometheus
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_query_of_the_dashboard_has_data_and_no_alert_fires(prometheus: Prometheus) -> None:
     empty = []
     for title, query in QUERIES:

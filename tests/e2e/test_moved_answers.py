@@ -34,7 +34,7 @@ from tests.support.losses import (
     metrics_of,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240 + 30 * NUM_LOSSES)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240 + 30 * NUM_LOSSES)]
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = "A ferry that sinks leaves its cargo to the next one, which goes on from where it was. "

@@ -12,7 +12,7 @@ import pytest
 
 import kvferry
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 #: A few blocks, so that there is something to hand over.
 LONG = "A ferry carries a box from one quay to the other, and nobody opens it on board. "

@@ -11,7 +11,7 @@ import pytest
 from kvferry.cli.main import main
 from kvferry.lab.plan.costs import Costs, read_costs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_a_pair_is_measured_and_planned_with(

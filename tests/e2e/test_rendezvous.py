@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.support.client import DO_REMOTE_DECODE, assert_answers_like, wait_until
 
+pytestmark = pytest.mark.full
 #: Seven chunks.
 PROMPT = "The ferry leaves at nine, and nobody on the quay has a watch. " * 7
 

@@ -12,7 +12,7 @@ import pytest
 from kvferry.lab.demo.launcher import Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, assert_answers_like, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 PROMPT = "The old ferry sank; the new one has her name and her berth. " * 3
 
@@ -54,7 +54,7 @@ def offer(prefill: Client, prompt: str) -> dict[str, Any]:
     return params
 
 
-@pytest.mark.every_transport(full=True)
+@pytest.mark.every_transport
 def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_single: Client) -> None:
     prefill, decode = start("prefill"), start("decode")
 

@@ -16,7 +16,7 @@ import pytest
 from kvferry.lab.demo.launcher import Launcher, Spawn
 from tests.support.chaos.services import Service, reserved_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 110.0
 REQUEST_TIMEOUT_S = 60.0

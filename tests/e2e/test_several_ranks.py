@@ -15,7 +15,7 @@ from tests.support.many_handoffs import CHUNK_TOKENS, NUM_HANDOFFS, SHAPES, hand
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_servers import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 10 * NUM_HANDOFFS)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600 + 10 * NUM_HANDOFFS)]
 
 START_S = 400.0
 

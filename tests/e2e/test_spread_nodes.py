@@ -27,7 +27,7 @@ from tests.support.client import (
 from tests.support.tiny_models import write_tiny_model
 
 #: Each worker process imports PyTorch by itself.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 200.0
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4

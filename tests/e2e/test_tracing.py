@@ -15,7 +15,7 @@ from tests.support.collector import CollectedSpan, collecting
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="kvferry[otel] is not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 #: A client's own span, as it sends it to the router.
 TRACE, CLIENT_SPAN = "4" * 32, "7" * 16

@@ -15,7 +15,7 @@ from tests.support.chaos.services import Service, reserved_port
 from tests.support.client import Client
 from tests.support.losses import NUM_CLIENTS, SEED, Load, Outcome, Question, leaks, learn
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 PROMPT = "Two pilots know the same river, and either of them can bring the ferry in. "
 NUM_TOKENS = 80

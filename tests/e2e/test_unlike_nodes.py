@@ -11,7 +11,7 @@ from kvferry.lab.demo.launcher import Launcher, Spawn
 from kvferry.lab.demo.near_tie import assert_same_answer
 from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 TEXT = "A ferry takes what others have packed; it does not open the boxes. " * 4
 SMALL_BLOCKS = ("--block-size", "16", "--layout", "uniform", "--page-order", "NHD")

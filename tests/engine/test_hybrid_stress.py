@@ -21,7 +21,7 @@ def _prompts(dice: random.Random, count: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["uniform", pytest.param("per-layer", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4", "mistral"])

@@ -20,7 +20,7 @@ from tests.support.client import wait_until
 from tests.support.engines import running_engine
 
 #: Slow, because each worker process imports PyTorch.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 #: Three layers; keys and values; two heads of 16 floats.
 BYTES_A_TOKEN = 3 * 2 * 2 * 16 * 4

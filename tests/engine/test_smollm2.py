@@ -16,7 +16,7 @@ from kvferry.lab.engine.weights import load_model, model_folder
 from tests.support.answers import Answer
 from tests.support.tiny_models import generate_greedily
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 PROMPTS = [
     "The capital of France is",

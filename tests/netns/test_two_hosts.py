@@ -29,7 +29,7 @@ SETTLED_S = PEER_TIMEOUT_S + LEASE_S + 9.0
 CONNECT = {"connect_timeout_s": 3.0, "claim_timeout_s": 4.0}
 HANDOFF = {"lease_s": LEASE_S, "read_timeout_s": 15.0, **CONNECT}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 
 class Host:

@@ -88,7 +88,7 @@ def test_wheel_contents(wheel: Path) -> None:
     assert not any(name.startswith(("examples/", "tests/")) or name.endswith(".c") for name in names)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_wheel_imports_without_the_checkout(wheel: Path, fresh_python: str, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     done = _run(fresh_python, f"import kvferry.connector; {WHERE}", cwd=tmp_path / "unpacked")
@@ -113,7 +113,6 @@ def test_the_wheel_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path
     assert done.stdout.startswith(f"kvferry {kvferry.__version__} works"), done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_the_demo_runs_from_the_wheel_in_an_empty_folder(
     wheel: Path, fresh_python: str, tmp_path: Path
@@ -146,7 +145,7 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(
     assert record["loaded_tokens"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_installed_wheel_wins_over_a_clone_in_the_current_folder(
     wheel: Path, clone: Path, fresh_python: str
 ) -> None:
@@ -158,7 +157,7 @@ def test_an_installed_wheel_wins_over_a_clone_in_the_current_folder(
     assert done.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_editable_install_wins_over_the_folder_of_its_clone(clone: Path, fresh_python: str) -> None:
     _pip("--python", fresh_python, "install", "--no-deps", "--no-build-isolation", "--editable", str(clone))
     done = _run(fresh_python, WHERE, cwd=clone.parent)
@@ -168,7 +167,7 @@ def test_an_editable_install_wins_over_the_folder_of_its_clone(clone: Path, fres
     assert "No module named 'connector'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_clone_that_is_imported_by_accident_says_how_to_install_it(clone: Path, fresh_python: str) -> None:
     done = _run(fresh_python, WHERE, cwd=clone.parent)
     assert done.stdout.split() == ["None", "False"]

@@ -97,7 +97,7 @@ def test_a_whole_answer_is_one_json_object(whole: bytes) -> None:
 # -- every order of events ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `test_every_exchange` is exhaustive within its bounds; this goes further, at random
 @pytest.mark.timeout(300)
 def test_no_order_of_answers_losses_and_leaving_clients_breaks_a_promise() -> None:
     explore(NUM_SCHEDULES)
