@@ -300,7 +300,7 @@ class DamagesNothing(ConnectorConformance):
     def transfer(self, tmp_path: Path) -> Mapping[str, Any]:
         return {
             "kv_connector": "BlockStoreConnector",
-            "kv_connector_module_path": "kvferry.connector.stores.block_store",
+            "kv_connector_module_path": "block_store",
             "kv_connector_extra_config": {"folder": str(tmp_path)},
         }
 

@@ -43,8 +43,8 @@ def _checked(data: bytes) -> bytes:
     ("connector", "module", "forge"),
     [
         pytest.param("FileConnector", "custom_connector", forge_file, id="file"),
-        pytest.param("BlockStoreConnector", "kvferry.connector.stores.block_store", forge_block, id="block"),
-        pytest.param("LayerStoreConnector", "kvferry.connector.stores.layer_store", forge_layers, id="layer"),
+        pytest.param("BlockStoreConnector", "block_store", forge_block, id="block"),
+        pytest.param("LayerStoreConnector", "layer_store", forge_layers, id="layer"),
     ],
 )
 def test_a_pair_hands_over_through_a_store(

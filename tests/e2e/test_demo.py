@@ -156,7 +156,7 @@ def test_a_store_of_ones_own_shows_what_it_loaded(arguments: list[str], tmp_path
     done = run_demo(
         *arguments,
         *("--prompt", "A ferry between two piers. " * 4, "--max-tokens", "5", "--json", str(out)),
-        *("--connector", "BlockStoreConnector", "--connector-module", "kvferry.connector.stores.block_store"),
+        *("--connector", "BlockStoreConnector", "--connector-module", "block_store"),
         *("--connector-option", f"folder={folder}"),
     )
     assert done.returncode == 0, done.stderr

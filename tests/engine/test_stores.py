@@ -24,8 +24,8 @@ NUM_TOKENS = 6
 
 STORES = [
     pytest.param("FileConnector", "custom_connector", id="file"),
-    pytest.param("BlockStoreConnector", "kvferry.connector.stores.block_store", id="block"),
-    pytest.param("LayerStoreConnector", "kvferry.connector.stores.layer_store", id="layer"),
+    pytest.param("BlockStoreConnector", "block_store", id="block"),
+    pytest.param("LayerStoreConnector", "layer_store", id="layer"),
 ]
 
 #: A pool in which several requests take each other's blocks, and chunks that end within a block.
@@ -149,7 +149,7 @@ async def test_a_node_shows_a_stores_loads_in_answers_and_metrics(
         assert f"kvferry_load_bytes_sum{labels} {float(transfer['num_bytes'])}" in text
 
 
-LAYER = ("LayerStoreConnector", "kvferry.connector.stores.layer_store")
+LAYER = ("LayerStoreConnector", "layer_store")
 
 
 @pytest.mark.parametrize(("connector", "module"), STORES)

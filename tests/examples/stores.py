@@ -14,8 +14,8 @@ from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine
 SHAPE = CacheShape(layout="per-layer")
 
 FILE = ("FileConnector", "custom_connector")
-BLOCK = ("BlockStoreConnector", "kvferry.connector.stores.block_store")
-LAYER = ("LayerStoreConnector", "kvferry.connector.stores.layer_store")
+BLOCK = ("BlockStoreConnector", "block_store")
+LAYER = ("LayerStoreConnector", "layer_store")
 STORES = [pytest.param(*FILE, id="file"), pytest.param(*BLOCK, id="block"), pytest.param(*LAYER, id="layer")]
 
 

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import block_store
 import pytest
+from block_store import BlockStoreWorker
 
 from kvferry.connector import KVConnectorFactory
-from kvferry.connector.stores import block_store
-from kvferry.connector.stores.block_store import BlockStoreWorker
 from kvferry.connector.testing import ConnectorConformance, Request, engine_config
 from kvferry.transports.errors import ConfigurationError
 from tests.support.patience import DEADLINE_S

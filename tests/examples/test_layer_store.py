@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import layer_store
 import pytest
 import torch
+from layer_store import LayerStoreWorker
 
-from kvferry.connector.stores import layer_store
-from kvferry.connector.stores.layer_store import LayerStoreWorker
 from kvferry.connector.testing import ConnectorConformance, Request
 from tests.support.patience import DEADLINE_S
 

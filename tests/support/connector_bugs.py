@@ -1,6 +1,6 @@
 """Connectors with exactly one thing broken: `BUGS` says which promise of the conformance suite each breaks.
 
-`Blocks` is the asynchronous store of `kvferry.connector.stores`, `Layers` the one that loads and saves layer by layer, and
+`Blocks` is the asynchronous store of `examples/`, `Layers` the one that loads and saves layer by layer, and
 `Ranks` that one for nodes of several ranks. A bug is a class of its own scheduler half or worker half, or a connector if it
 needs both. `tests/connector/test_kit.py` shows which test of `ConnectorConformance` notices each, and by what words.
 """
@@ -14,19 +14,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import block_store
+import layer_store
 import torch
-
-from kvferry.connector import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
-from kvferry.connector.config import ParallelConfig
-from kvferry.connector.identity.content import block_digests
-from kvferry.connector.stores import block_store, layer_store
-from kvferry.connector.stores.block_store import (
+from block_store import (
     BlockStoreConnector,
     BlockStoreScheduler,
     BlockStoreWorker,
     Copies,
 )
-from kvferry.connector.stores.layer_store import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
+from layer_store import LayerStoreConnector, LayerStoreScheduler, LayerStoreWorker
+
+from kvferry.connector import KVCacheSpec, KVConnectorBase, SchedulerHalf, SchedulerOutput, WorkerHalf
+from kvferry.connector.config import ParallelConfig
+from kvferry.connector.identity.content import block_digests
 from kvferry.connector.testing.loads import Item
 from kvferry.connector.testing.shapes import Request
 

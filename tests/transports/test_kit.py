@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_transport import LISTENERS, SLICE_BYTES, SmallBackend, SmallTransport, Wire
 
 from kvferry.transports import Pool
 from kvferry.transports._memory import MappedArena
@@ -28,7 +29,6 @@ from kvferry.transports.regions import Guard, Int64Array
 from kvferry.transports.testing import Link, TransportConformance, leaks, pairs_of
 from kvferry.transports.testing.limits import give_back_freed_memory, resident_bytes
 from kvferry.transports.testing.wrapping import WrappedEndpoint
-from tests.support.small_transport import LISTENERS, SLICE_BYTES, SmallBackend, SmallTransport, Wire
 
 #: What planted bugs leave behind. The test that runs them cleans up.
 LEFT = ExitStack()

@@ -1,6 +1,6 @@
 """A store of blocks in a folder that nodes share: asynchronous, with prefix reuse and eviction.
 
-    python examples/disagg_pair.py --connector BlockStoreConnector --connector-module kvferry.connector.stores.block_store \\
+    python examples/disagg_pair.py --connector BlockStoreConnector --connector-module block_store \\
         --connector-option folder=/dev/shm/blocks --connector-option capacity_gb=2
 
 A file holds one block of all layers. Its name is a digest of everything that the block's bytes depend on, so prompts that

@@ -1,6 +1,6 @@
 """A store that saves and loads layer by layer, while the model computes.
 
-    python examples/disagg_pair.py --connector LayerStoreConnector --connector-module kvferry.connector.stores.layer_store \\
+    python examples/disagg_pair.py --connector LayerStoreConnector --connector-module layer_store \\
         --connector-option folder=/tmp/layers
 
 A file holds one block of all layers, and its name is a digest of everything that the block's bytes depend on. A step saves
