@@ -19,7 +19,7 @@ from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .services import Service, family_of
+from .services import Service
 
 #: A paused service says nothing.
 PATIENCE_S = 1.0
@@ -97,7 +97,7 @@ class Sampler:
 
     def _sampled(self, service: Service) -> Sample:
         process = service.process
-        roots = [Path(f"/proc/{pid}") for pid in family_of(process.pid)]
+        roots = [Path(f"/proc/{pid}") for pid in process.pids]
         memory_kib = sum(_pss_kib((root / "smaps_rollup").read_text()) for root in roots)
         # Not `process.url`, which a process that was started again has told to nothing that reads it.
         values = _metrics_of(f"http://127.0.0.1:{service.port}")
