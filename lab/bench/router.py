@@ -120,7 +120,8 @@ async def nodes() -> AsyncIterator[list[str]]:
     """Run the nodes in a process of their own. Yields their URLs."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        __file__,
+        "-m",
+        "kvferry.lab.bench.router",
         "--serve-nodes",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -860,7 +860,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with ExitStack() as resources:
         spans, traces_port = [], 0
         if "breakdown" in arguments.measure:
-            sys.path[0] = str(Path(__file__).resolve().parents[1])
+            sys.path[0] = str(Path(__file__).resolve().parents[2])
             from tests.support.collector import collecting
 
             collector = resources.enter_context(collecting("0.0.0.0" if arguments.link else "127.0.0.1"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvferry.router.nodes import UpstreamNode
 from kvferry.router.prefixes import Prefixes, keys_of
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import until
 
 pytestmark = pytest.mark.slow
 
@@ -51,12 +51,6 @@ async def following(node: Client) -> AsyncIterator[tuple[Prefixes, str]]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
-            await asyncio.sleep(0.02)
 
 
 async def test_the_index_is_the_nodes_prefix_cache_while_it_stores_and_removes(

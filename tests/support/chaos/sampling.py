@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -75,12 +74,7 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
 
