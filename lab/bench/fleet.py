@@ -44,13 +44,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, LaunchError, free_port
 from kvferry.lab.demo.load import on_core
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.plan.costs import Costs, read_costs, write_costs
 from kvferry.lab.plan.loads import Conversation, Turn, read_trace_file, sizes
 from kvferry.lab.plan.measuring import measure
+from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, LaunchError, free_port, start_vllm
 from kvferry.web.access import NodeAccess
 
 from .fleet_figures import (
@@ -82,15 +81,6 @@ class RequestFailed(Exception):
 
 
 # -- nodes -------------------------------------------------------------------------------------------
-
-
-def pin(node: LaunchedProcess, core: int) -> None:
-    """Bind every thread of a node to its core, because NixlConnector binds all its engines to the same one."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(entry.name)) == node.pid:
-                for task in (entry / "task").iterdir():
-                    os.sched_setaffinity(int(task.name), {core})
 
 
 def start_nodes(
@@ -128,7 +118,7 @@ def start_nodes(
                 )
     launcher.wait_ready(nodes, START_TIMEOUT_S)
     for node, core in zip(nodes, cores, strict=True):
-        pin(node, core)
+        node.pin({core})  # NixlConnector binds all its engines to the same one
     return nodes
 
 
@@ -255,8 +245,7 @@ async def in_front(way: Way, nodes: Sequence[LaunchedProcess], logs: Path) -> As
     for role, node in zip(way.roles or "n" * len(nodes), nodes, strict=True):
         arguments += [{"p": "--prefill", "d": "--decode", "n": "--node"}[role], node.url]
     with Launcher(logs=logs) as launcher:  # not `start_router`, which checks nodes more often than by default
-        router = launcher.start("router", "router", *arguments)
-        launcher.wait_ready([router], ROUTER_TIMEOUT_S)
+        router = launcher.start("router", "router", *arguments).wait_ready(ROUTER_TIMEOUT_S)
         try:
             yield router.url
         except BaseException as error:

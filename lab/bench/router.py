@@ -24,8 +24,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
-from kvferry.lab.demo.vllm_router import find_program, start_program
+from kvferry.lab.servers import LaunchedProcess, Launcher, find_vllm_router, start_router_program
 
 from .moving.report import machine
 
@@ -121,7 +120,8 @@ async def nodes() -> AsyncIterator[list[str]]:
     """Run the nodes in a process of their own. Yields their URLs."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        __file__,
+        "-m",
+        "kvferry.lab.bench.router",
         "--serve-nodes",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -235,28 +235,14 @@ class Result:
     p99_ms: float
 
 
-def _family(pid: int) -> Iterator[int]:
-    """A process and all that it has started."""
-    yield pid
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            yield from _family(int(child))
-
-
 def _cpu_s(router: LaunchedProcess | None) -> float:
     if router is None:
         return 0.0
     ticks = 0
-    for pid in _family(router.pid):
+    for pid in router.pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _pin(pid: int, cores: set[int]) -> None:
-    for each in _family(pid):
-        for thread in Path(f"/proc/{each}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores)
 
 
 async def measure(way: str, url: str, router: LaunchedProcess | None, load: int, seconds: float) -> Result:
@@ -285,9 +271,9 @@ def start_all(launcher: Launcher, one: str, other: str) -> dict[str, LaunchedPro
             "plain", "router", "--port", "0", *log, "--placement", "never", *both
         ),
     }
-    if find_program() is not None:
-        routers[f"pair: {VLLM}"] = start_program(launcher, VLLM, "--vllm-pd-disaggregation", *pair)
-        routers[f"plain: {VLLM}"] = start_program(launcher, VLLM, "--worker-urls", one, other)
+    if find_vllm_router() is not None:
+        routers[f"pair: {VLLM}"] = start_router_program(launcher, VLLM, "--vllm-pd-disaggregation", *pair)
+        routers[f"plain: {VLLM}"] = start_router_program(launcher, VLLM, "--worker-urls", one, other)
     return routers
 
 
@@ -301,7 +287,7 @@ async def run(args: argparse.Namespace) -> list[Result]:
             routers = await asyncio.to_thread(start_all, launcher, one, other)
             await asyncio.to_thread(launcher.wait_ready, list(routers.values()), START_S)
             for router in routers.values():
-                _pin(router.pid, {cores[0]})
+                router.pin({cores[0]})
             ways = {"direct": (other, None)} | {name: (each.url, each) for name, each in routers.items()}
             for number in range(args.rounds):
                 for load in (0, *args.streams):

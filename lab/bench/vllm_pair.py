@@ -50,8 +50,15 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, LaunchError, free_port
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.servers import (
+    KVFERRY,
+    VLLM_SERVE,
+    LaunchedProcess,
+    Launcher,
+    LaunchError,
+    free_port,
+    start_vllm,
+)
 
 BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
@@ -121,15 +128,6 @@ class Sample:
 # -- processes ---------------------------------------------------------------------------------------
 
 
-def free(launched: LaunchedProcess) -> None:
-    """Let every thread run on every core, because NixlConnector pins all its engines to the same core."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(entry.name)) == launched.pid:
-                for task in (entry / "task").iterdir():
-                    os.sched_setaffinity(int(task.name), range(os.cpu_count() or 1))
-
-
 @dataclass(frozen=True)
 class System:
     """One server or a pair of them that answers prompts.
@@ -150,7 +148,7 @@ class System:
         """Let its processes run inside the block, and stop them after it."""
         servers = [*self.nodes, *([] if self.router is None else [self.router])]
         for server in servers:
-            server.send_signal(signal.SIGCONT)
+            server.thaw()
         await asyncio.sleep(SETTLE_S)
         # A health check that was under way when the router was stopped may have failed. It then takes one request until the
         # router knows again where the prefill node can be met.
@@ -168,7 +166,7 @@ class System:
             yield
         finally:
             for server in servers:
-                server.send_signal(signal.SIGSTOP)
+                server.freeze()
 
 
 async def is_ready(session: aiohttp.ClientSession, router: LaunchedProcess) -> bool:
@@ -395,7 +393,7 @@ def running(
                     [*node_arguments(arguments), *traced(host.home_host)],
                     transfer_of(transport, host),
                     host=host.http_host,
-                    prefix=host.prefix,
+                    command=(*host.prefix, *VLLM_SERVE),
                     environment={
                         **ENVIRONMENT,
                         **host.environment,
@@ -408,7 +406,8 @@ def running(
             ]
             launcher.wait_ready(nodes, START_TIMEOUT_S)
             for node in nodes:
-                free(node)
+                # NixlConnector binds all its engines to the same core.
+                node.pin(range(os.cpu_count() or 1))
             print(f"{transport}: both nodes run", flush=True)
             if not systems:
                 alone = zip((ONE_NODE, PREFILL_ALONE), reversed(nodes), strict=True)
@@ -424,11 +423,11 @@ def running(
                     *(*options, *traced("127.0.0.1")),
                 )
                 router.wait_ready(START_TIMEOUT_S)
-                router.send_signal(signal.SIGSTOP)
+                router.freeze()
                 name = name if transport in NIXL else f"kvferry {name}"
                 systems.append(System(name, router.url, tuple(nodes), router))
             for node in nodes:
-                node.send_signal(signal.SIGSTOP)
+                node.freeze()
         yield systems
 
 
@@ -861,7 +860,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with ExitStack() as resources:
         spans, traces_port = [], 0
         if "breakdown" in arguments.measure:
-            sys.path[0] = str(Path(__file__).resolve().parents[1])
+            sys.path[0] = str(Path(__file__).resolve().parents[2])
             from tests.support.collector import collecting
 
             collector = resources.enter_context(collecting("0.0.0.0" if arguments.link else "127.0.0.1"))

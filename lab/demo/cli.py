@@ -13,9 +13,9 @@ from ...web.files import text_of
 from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL
 from ..node.options import DEFAULT_CONNECTOR, add_option, connector_options, words_of
+from ..servers import KVFERRY, VLLM_ARGUMENTS
 from .display import say
 from .report import Way
-from .vllm_server import ARGUMENTS, KVFERRY
 
 #: Enough for a few prompts, and quick to allocate.
 DEFAULT_NUM_BLOCKS = 512
@@ -172,7 +172,7 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
             words_of(options, OWN_OPTIONS, prefix="prefill-"),
             words_of(options, OWN_OPTIONS, prefix="decode-"),
         ),
-        node_arguments=(*ARGUMENTS, *words_of(options, VLLM_OPTIONS))
+        node_arguments=(*VLLM_ARGUMENTS, *words_of(options, VLLM_OPTIONS))
         if is_vllm
         else words_of(options, NODE_OPTIONS),
         dtype=options.dtype,

@@ -22,9 +22,9 @@ from itertools import pairwise
 import aiohttp
 
 from ..engine.progress import Elapsed
+from ..servers import LaunchedProcess, Launcher
 from .client import Answer, ask
 from .display import say
-from .launcher import LaunchedProcess, Launcher
 
 #: A cell of a line without a token is this long: longer than a step of a few answers on one core takes.
 CELL_S = 0.1

@@ -19,10 +19,10 @@ from ...web.serving import EXIT_BAD_START, StartupError
 from ..engine.default_model import default_model_folder
 from ..engine.progress import Elapsed
 from ..engine.settings import DEFAULT_MODEL
+from ..servers import LaunchedProcess, Launcher, LaunchError, start_vllm, start_vllm_router
 from .cli import DEFAULT_PROMPTS, DemoOptions, options_of, parse_arguments
 from .client import Answer, ask, ask_alone
 from .display import Display, Streaming, Whole, say
-from .launcher import LaunchedProcess, Launcher, LaunchError
 from .load import show_load
 from .near_tie import Comparison, compare, tolerance_of
 from .report import (
@@ -34,8 +34,7 @@ from .report import (
     shortened,
     write_json,
 )
-from .vllm_router import start_vllm_router
-from .vllm_server import ask_pair, ask_vllm_alone, start_vllm
+from .vllm_server import ask_pair, ask_vllm_alone
 
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0

@@ -1,88 +1,21 @@
-"""Start `vllm serve` with kvferry as its connector, and ask what it has loaded."""
+"""Ask a `vllm serve`, and what it has loaded."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
+from ..servers import LaunchedProcess
 from .client import Answer, OnText, ask, complete
-from .launcher import LaunchedProcess, Launcher, free_port
 from .near_tie import AskAlone, Expectation
 
-#: vLLM's KV transfer configuration for kvferry, without the connector's own options.
-KVFERRY: Mapping[str, Any] = {
-    "kv_connector": "KvferryConnector",
-    "kv_connector_module_path": "kvferry.connector.vllm",
-    "kv_role": "kv_both",
-}
-#: For models in float32 that run beside others on a CPU.
-ARGUMENTS = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager")
-#: Settings that nodes on CPUs need to share a machine. The user's environment overrides them.
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # with more, threads on shared cores spin while they wait for each other
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for log probabilities waits for a compilation
-    "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
-}
 #: A sample of a node's page of metrics: name, labels, value.
 _LOAD_METRIC = re.compile(
     r"^(kvferry_load_\w+|vllm:external_prefix_cache_hits_total)\{(.*)\} (\S+)$", re.MULTILINE
 )
-
-
-def start_vllm(
-    launcher: Launcher,
-    name: str,
-    model: str,
-    arguments: Sequence[str] = ARGUMENTS,
-    transfer: Mapping[str, Any] | None = KVFERRY,
-    *,
-    port: int = 0,
-    host: str = "127.0.0.1",
-    environment: Mapping[str, str] | None = None,
-    cpus: Collection[int] = (),
-    prefix: Sequence[str] = (),
-) -> LaunchedProcess:
-    """Start `vllm serve` in this interpreter's environment. It serves its model as `model`. Returns at once.
-
-    Args:
-        model: The model's folder or name.
-        arguments: Further arguments of `vllm serve`.
-        transfer: Its KV transfer configuration. None: no connector.
-        port: The port to listen on. 0 chooses a free one.
-        host: The address to listen on.
-        environment: Variables for it, beside those of this process and `ENVIRONMENT`.
-        cpus: The processors that it may use. Empty: all.
-        prefix: A command that runs the one that follows it, such as `ip netns exec NAME`.
-
-    Raises:
-        LaunchError: no port is free.
-    """
-    port = port or free_port()
-    # Start it by its module, because vllm-cpu's command looks for a distribution named vllm.
-    command = [*prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", "model", "--host", host, "--port", str(port), *arguments]
-    if transfer is not None:
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-    defaults = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    return launcher.start_server(
-        name,
-        command,
-        port,
-        "/health",
-        host=host,
-        environment={**defaults, **(environment or {})},
-        cpus=cpus,
-    )
 
 
 async def ask_pair(

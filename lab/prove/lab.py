@@ -8,17 +8,16 @@ import json
 import os
 import random
 import re
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, free_port
 from kvferry.lab.demo.near_tie import Expectation
+from kvferry.lab.servers import VLLM_ENVIRONMENT, VLLM_SERVE, LaunchedProcess, Launcher, free_port, start_vllm
 from kvferry.transports.errors import ConfigurationError
 
 from .client import ENCODER_USAGE, LOADED, LOADED_IMAGES, USAGE, Asking, Client, Form
@@ -33,16 +32,9 @@ TINY_ARGUMENTS: Final = ("--dtype", "float32", "--block-size", "32", "--enforce-
 TINY_TEXT_ARGUMENTS: Final = (*TINY_ARGUMENTS, "--skip-tokenizer-init")
 #: vLLM remembers as many encoder outputs as one step has tokens. So other images soon take their place.
 TINY_IMAGE_ARGUMENTS: Final = (*TINY_ARGUMENTS, "--max-num-batched-tokens", "256")
-#: Settings that servers on CPUs need to share a machine. The user's environment overrides them.
-CPU_ENVIRONMENT: Final[Mapping[str, str]] = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",  # with more, threads on shared cores spin while they wait for each other
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for log probabilities waits for a compilation
-    "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
-}
+#: Variables of every server. The user's environment overrides them.
 ENVIRONMENT: Final[Mapping[str, str]] = {
-    "VLLM_NO_USAGE_STATS": "1",
+    **VLLM_ENVIRONMENT,
     "VLLM_SERVER_DEV_MODE": "1",  # POST /collective_rpc and /reset_prefix_cache, for weights that change in memory
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
@@ -106,74 +98,35 @@ class Settings:
     tolerance: float = 2e-4
 
 
+@dataclass
 class Server:
     """One server: its client, and its process if the kit started it.
 
     Attributes:
         side_port: What `{port}` stands for in its configuration.
+        num_starts: How often it was started.
     """
 
-    def __init__(
-        self,
-        name: str,
-        client: Client,
-        start: Callable[[int], LaunchedProcess] | None = None,
-        port: int = 0,
-        side_port: int = 0,
-        start_s: float = 0.0,
-    ) -> None:
-        self.name, self.client, self.side_port = name, client, side_port
-        self._start, self._port, self._start_s = start, port, start_s
-        self._process = start(port) if start else None
-
-    @property
-    def is_ours(self) -> bool:
-        return self._process is not None
+    name: str
+    client: Client
+    launched: LaunchedProcess | None = None
+    side_port: int = 0
+    num_starts: int = 1
 
     @property
     def process(self) -> LaunchedProcess:
         """Its process. Raises NotApplicableError: the kit did not start it."""
-        if self._process is None:
+        if self.launched is None:
             raise NotApplicableError(
                 f"needs the process of the {self.name} server, which the kit did not start"
             )
-        return self._process
-
-    def wait_ready(self) -> None:
-        """Wait for the start. Raises LaunchError: it failed, or took too long."""
-        if self._process is not None:
-            self._process.wait_ready(self._start_s)
-            _take_names_of_memory(self._process.pid)
-
-    def kill(self) -> None:
-        """`kill -9` all of its processes."""
-        self.process.kill()
-
-    def freeze(self) -> None:
-        """Stop all of its processes, as a swapping machine or a long pause does."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def restart(self) -> None:
-        """Start it again at the same ports, and wait until it is ready."""
-        self.begin_restart()
-        self.wait_ready()
-
-    def begin_restart(self) -> None:
-        """Start it again at the same ports, and return at once."""
-        process = self.process
-        if process.is_running:
-            process.kill()
-        assert self._start is not None
-        self._process = self._start(self._port)
+        return self.launched
 
     def trouble(self) -> str:
         """Say what is wrong with it; empty if nothing is."""
-        if self._process is not None and not self._process.is_running:
+        if self.launched is not None and not self.launched.is_running:
             return (
-                self._process.describe_end(1.0)
+                self.launched.describe_end(1.0)
                 .partition("\n")[0]
                 .rstrip(":; ")
                 .removesuffix("the end of its log")
@@ -185,18 +138,16 @@ class Server:
         return ""
 
 
-def _take_names_of_memory(group: int) -> None:
+def _take_names_of_memory(process: LaunchedProcess) -> None:
     """Unlink the files in which vLLM's OffloadingConnector keeps its memory, as soon as a server has mapped them.
 
     vLLM unlinks them when its engine ends in good order. After `kill -9` they would stay in `/dev/shm`, with all of their
     memory; without a name the kernel frees them with the last process.
     """
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        # A process may end in between; and those of others cannot be read.
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(maps.parent.name)) == group:
-                for path in set(_OFFLOADED.findall(maps.read_text())):
-                    os.unlink(path)
+    for pid in process.pids:
+        with contextlib.suppress(OSError):  # a process may end in between
+            for path in set(_OFFLOADED.findall(Path(f"/proc/{pid}/maps").read_text())):
+                os.unlink(path)
 
 
 class Lab:
@@ -220,8 +171,7 @@ class Lab:
         self.alone = self._server("alone")
         self.prefill = self._server("prefill")
         self.decode = self._server("decode")
-        for server in (self.alone, self.prefill, self.decode):
-            server.wait_ready()
+        self._wait_ready(self.alone, self.prefill, self.decode)
         num_blocks, block_size = self.prefill.client.pool()
         #: Tokens that fill the pool of a node.
         self.pool_tokens = num_blocks * block_size or 4096
@@ -241,7 +191,7 @@ class Lab:
                     "needs a prefill server with other weights, which only the kit can start"
                 )
             self._stranger = self._server("stranger", str(self.other_model))
-            self._stranger.wait_ready()
+            self._wait_ready(self._stranger)
         return self._stranger
 
     @property
@@ -301,9 +251,53 @@ class Lab:
             "folder": str(folder),
             "beside_port": self._beside_port,
         }
-        start = _Start(self._launcher, settings, name, model or settings.model, places)
-        client = self._client(name, f"http://127.0.0.1:{port}", SERVED_NAME)
-        return Server(name, client, start, port, side_port, settings.start_s)
+        launched = self._launch(name, model or settings.model, port, places)
+        return Server(name, self._client(name, f"http://127.0.0.1:{port}", SERVED_NAME), launched, side_port)
+
+    def _launch(self, side: str, model: str, port: int, places: Places) -> LaunchedProcess:
+        settings = self.settings
+        command = settings.serve_command
+        if not command:
+            command = [sys.executable, "-P", *VLLM_SERVE[1:]]
+            if Path(model).is_dir():
+                # Some connectors compare the model's path. So servers with other weights know them by the same one.
+                command = ["env", "-C", str(Path(model).absolute().parent), *command]
+                model = Path(model).name
+        arguments = list(ARGUMENTS)
+        if settings.is_tiny:
+            arguments += TINY_IMAGE_ARGUMENTS if settings.connector.encodes else TINY_TEXT_ARGUMENTS
+        arguments += settings.serve_arguments
+        environment: dict[str, str] = {}
+        if side != "alone":
+            transfer = settings.connector.transfer_of(places, settings.policy)
+            arguments += [settings.connector.option, json.dumps(transfer)]
+            environment |= settings.connector.environment_of(places)
+        environment |= settings.environments.get(side, {})
+        return start_vllm(
+            self._launcher,
+            f"{settings.connector.name}-{side}-1",
+            model,
+            arguments,
+            None,  # the arguments have it
+            command=command,
+            port=port,
+            defaults=ENVIRONMENT,
+            environment=environment,
+        )
+
+    def _wait_ready(self, *servers: Server) -> None:
+        """Wait for starts. Raises LaunchError: one failed, or took too long."""
+        for server in servers:
+            if server.launched is not None:
+                server.launched.wait_ready(self.settings.start_s)
+                _take_names_of_memory(server.launched)
+
+    def restart(self, *servers: Server) -> None:
+        """Start servers again at the same ports, and wait until they are ready."""
+        for server in servers:
+            server.num_starts += 1
+            server.process.restart(f"{self.settings.connector.name}-{server.name}-{server.num_starts}")
+        self._wait_ready(*servers)
 
     def _start_beside(self) -> int:
         """Start the connector's own server, if it has one, and wait for it. Returns its port, or 0."""
@@ -331,14 +325,11 @@ class Lab:
 
     def heal(self) -> None:
         """Start again whatever of ours may have been harmed."""
-        ours = [server for server in (*self.pair, self._stranger) if server is not None and server.is_ours]
-        if not ours:
-            return
-        self.say(f"starting these servers again: {', '.join(server.name for server in ours)}")
-        for server in ours:
-            server.begin_restart()
-        for server in ours:
-            server.wait_ready()
+        servers = [server for server in (*self.pair, self._stranger) if server is not None]
+        ours = [server for server in servers if server.launched is not None]
+        if ours:
+            self.say(f"starting these servers again: {', '.join(server.name for server in ours)}")
+            self.restart(*ours)
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -505,42 +496,6 @@ class OfferError(Exception):
             or ("no transfer params in the answer" if reply.is_whole else f"status {reply.status}")
         )
         self.reply = reply
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Starts one server, any number of times."""
-
-    launcher: Launcher
-    settings: Settings
-    name: str
-    model: str
-    places: Places
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-    def __call__(self, port: int) -> LaunchedProcess:
-        settings = self.settings
-        command, model = list(settings.serve_command), self.model
-        if not command:
-            command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-            if Path(model).is_dir():
-                # Some connectors compare the model's path. So servers with other weights know them by the same one.
-                command = ["env", "-C", str(Path(model).absolute().parent), *command]
-                model = Path(model).name
-        command += ["--model", model, "--served-model-name", SERVED_NAME]
-        command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
-        if settings.is_tiny:
-            command += TINY_IMAGE_ARGUMENTS if settings.connector.encodes else TINY_TEXT_ARGUMENTS
-        command += settings.serve_arguments
-        environment = {**CPU_ENVIRONMENT, **ENVIRONMENT}
-        environment = {name: value for name, value in environment.items() if name not in os.environ}
-        if self.name != "alone":
-            transfer = settings.connector.transfer_of(self.places, settings.policy)
-            command += [settings.connector.option, json.dumps(transfer)]
-            environment |= settings.connector.environment_of(self.places)
-        environment |= settings.environments.get(self.name, {})
-        name = f"{settings.connector.name}-{self.name}-{next(self._numbers)}"
-        return self.launcher.start_server(name, command, port, "/health", environment=environment)
 
 
 def parse_environment(words: Sequence[str], option: str) -> dict[str, str]:

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from kvferry.lab.demo.launcher import Launcher, LaunchError
 from kvferry.lab.demo.near_tie import tolerance_of
+from kvferry.lab.servers import Launcher, LaunchError
 from kvferry.transports.checked import printable
 from kvferry.transports.errors import ConfigurationError
 

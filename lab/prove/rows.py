@@ -162,10 +162,10 @@ def _ask_offered(lab: Lab, flight: _Flight, offers: Mapping[str, tuple[list[int]
 
 def _kill_prefill(lab: Lab, stages: Collection[str]) -> Verdicts:
     flight, offers = _take_off(lab, stages)
-    lab.prefill.kill()
+    lab.prefill.process.kill()
     _ask_offered(lab, flight, offers)
     found = flight.verdicts()
-    lab.prefill.restart()
+    lab.restart(lab.prefill)
     if "restarted" in offers:
         prompt, request_id, params = offers["restarted"]
         found["restarted"] = lab.ask_loading(prompt, params, request_id)
@@ -174,9 +174,9 @@ def _kill_prefill(lab: Lab, stages: Collection[str]) -> Verdicts:
 
 def _kill_decode(lab: Lab, stages: Collection[str]) -> Verdicts:
     flight, offers = _take_off(lab, stages)
-    lab.decode.kill()
+    lab.decode.process.kill()
     found = flight.verdicts()
-    lab.decode.restart()
+    lab.restart(lab.decode)
     if "restarted" in offers:
         prompt, request_id, params = offers["restarted"]
         found["restarted"] = lab.ask_loading(prompt, params, request_id)
@@ -186,7 +186,7 @@ def _kill_decode(lab: Lab, stages: Collection[str]) -> Verdicts:
 def _freeze_prefill(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collection[str]], Verdicts]:
     def run(lab: Lab, stages: Collection[str]) -> Verdicts:
         flight, offers = _take_off(lab, stages)
-        lab.prefill.freeze()
+        lab.prefill.process.freeze()
         try:
             _ask_offered(lab, flight, offers)
             until = time.monotonic() + seconds_of(lab)
@@ -199,7 +199,7 @@ def _freeze_prefill(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collec
                 flight.asked["bystanders"] = asking, prompt, LONG_ANSWER
             time.sleep(max(0.0, until - time.monotonic()))
         finally:
-            lab.prefill.thaw()
+            lab.prefill.process.thaw()
         return flight.verdicts()
 
     return run
@@ -208,7 +208,7 @@ def _freeze_prefill(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collec
 def _freeze_decode(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collection[str]], Verdicts]:
     def run(lab: Lab, stages: Collection[str]) -> Verdicts:
         flight, _ = _take_off(lab, stages)
-        lab.decode.freeze()
+        lab.decode.process.freeze()
         others: list[tuple[list[int], Any]] = []
         try:
             until = time.monotonic() + seconds_of(lab)
@@ -218,7 +218,7 @@ def _freeze_decode(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collect
                 others = lab.overwrite(lab.prefill)
             time.sleep(max(0.0, until - time.monotonic()))
         finally:
-            lab.decode.thaw()
+            lab.decode.process.thaw()
         found = flight.verdicts()
         if others:
             found["bystanders"] = _worst([lab.judge_offer(reply, prompt) for prompt, reply in others])
@@ -360,8 +360,8 @@ def _weights_in_memory(lab: Lab, stages: Collection[str]) -> Verdicts:
             f"needs a prefill server with VLLM_SERVER_DEV_MODE=1 whose weights can be reloaded: {error}"
         ) from error
     finally:
-        if lab.prefill.is_ours:
-            lab.prefill.restart()
+        if lab.prefill.launched is not None:
+            lab.restart(lab.prefill)
         else:
             with contextlib.suppress(OSError):
                 _reload(lab.prefill, lab.settings.model)
@@ -429,9 +429,9 @@ def _router_leave(lab: Lab, stages: Collection[str]) -> Verdicts:
 def _router_kill_prefill(lab: Lab, stages: Collection[str]) -> Verdicts:
     asked = _ask_router(lab, ANSWER_TOKENS)
     lab.moment(COMPUTING_S)
-    lab.prefill.kill()
+    lab.prefill.process.kill()
     found = _worst([lab.judge(asking.reply(), prompt) for asking, prompt in asked])
-    lab.prefill.restart()
+    lab.restart(lab.prefill)
     return {"asked": found}
 
 

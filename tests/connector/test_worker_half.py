@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -29,6 +29,7 @@ from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 from kvferry.transports.inproc import InProcTransport
 from kvferry.transports.regions import Pool, Segment
 from kvferry.transports.testing.wrapping import WrappedEndpoint
+from tests.support.client import wait_until
 from tests.support.handoff_orders import ordered
 from tests.support.patience import DEADLINE_S
 
@@ -77,14 +78,6 @@ class FaultyTransport(InProcTransport):
     def _open(self, pool: Pool) -> Endpoint:
         self.endpoint = FaultyEndpoint(super()._open(pool))
         return self.endpoint
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait until another thread has made a condition true."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture

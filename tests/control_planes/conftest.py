@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, Spawn
+from kvferry.lab.servers import LaunchedProcess, Launcher, Spawn
 from tests.support.answers import Answer
 from tests.support.client import Client, assert_answers_like, wait_until
 from tests.support.tiny_models import write_tiny_model

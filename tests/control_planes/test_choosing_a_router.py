@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo import vllm_router
+from kvferry.lab import servers
 from kvferry.lab.demo.cli import parse_arguments
-from kvferry.lab.demo.launcher import Launcher, LaunchError
 from kvferry.lab.demo.report import Way
 from kvferry.lab.node.openai_request import parse_completion
+from kvferry.lab.servers import Launcher, LaunchError
 from kvferry.web.errors import ApiError
 
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -22,14 +22,14 @@ def test_only_our_router_asks_both_nodes_at_once() -> None:
 
 
 def test_without_vllm_router_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_router, "find_program", lambda: None)
+    monkeypatch.setattr(servers, "find_vllm_router", lambda: None)
     with Launcher() as launcher, pytest.raises(LaunchError, match="make build/vllm-router"):
-        vllm_router.start_program(launcher, "router")
+        servers.start_router_program(launcher, "router")
 
 
 def test_the_program_of_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(vllm_router.PROGRAM_VARIABLE, "/bin/sh")
-    assert vllm_router.find_program() == "/bin/sh"
+    monkeypatch.setenv(servers.VLLM_ROUTER_VARIABLE, "/bin/sh")
+    assert servers.find_vllm_router() == "/bin/sh"
 
 
 def test_a_prefill_may_ask_for_at_least_one_token() -> None:

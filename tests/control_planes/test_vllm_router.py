@@ -20,15 +20,22 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, Spawn, free_port
-from kvferry.lab.demo.vllm_router import find_program, start_program, start_vllm_router
+from kvferry.lab.servers import (
+    LaunchedProcess,
+    Launcher,
+    Spawn,
+    find_vllm_router,
+    free_port,
+    start_router_program,
+    start_vllm_router,
+)
 from tests.control_planes.conftest import START_TIMEOUT_S, Nodes
 from tests.support.client import TIMEOUT_S, Client, Reply, wait_until
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
-        find_program() is None, reason="vllm-router is not installed; `make control-planes` gets it"
+        find_vllm_router() is None, reason="vllm-router is not installed; `make control-planes` gets it"
     ),
 ]
 
@@ -90,7 +97,7 @@ def fleet(nodes: Nodes, launcher: Launcher) -> Fleet:
     launcher.wait_ready([*pairs, by_prefix, by_session], START_TIMEOUT_S)
     port = free_port()
     urls = ("--worker-urls", *(pair.url for pair in pairs), "--policy", "round_robin")
-    front = start_program(launcher, "front", *urls, *CIRCUIT_BREAKER, "--prometheus-port", str(port))
+    front = start_router_program(launcher, "front", *urls, *CIRCUIT_BREAKER, "--prometheus-port", str(port))
     launcher.wait_ready([front], START_TIMEOUT_S)
     return Fleet(nodes, pairs, front, port, by_prefix, by_session)
 

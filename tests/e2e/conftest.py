@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
+from kvferry.lab.servers import Launcher, Spawn
 from kvferry.transports.registry import BUILT_IN
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
@@ -130,8 +130,7 @@ def tiny_arguments(tiny_single_arguments: tuple[str, ...], transport: str) -> tu
 def tiny_single(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterator[Client]:
     """A single node with the tiny model, whose answers are the expected ones."""
     with Launcher(spawn) as launcher:
-        node = launcher.start_node("single", "single", *tiny_single_arguments)
-        launcher.wait_ready([node], START_TIMEOUT_S)
+        node = launcher.start_node("single", "single", *tiny_single_arguments).wait_ready(START_TIMEOUT_S)
         yield Client(node)
 
 
@@ -183,8 +182,6 @@ def start_single(spawn: Spawn) -> Iterator[Callable[..., Client]]:
     with Launcher(spawn) as launcher:
 
         def start(*arguments: str) -> Client:
-            node = launcher.start_node("single", "single", *arguments)
-            launcher.wait_ready([node], START_TIMEOUT_S)
-            return Client(node)
+            return Client(launcher.start_node("single", "single", *arguments).wait_ready(START_TIMEOUT_S))
 
         yield start

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, LaunchError
+from kvferry.lab.servers import LaunchedProcess, Launcher, LaunchError
 from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
 from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES

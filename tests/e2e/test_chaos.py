@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
+from kvferry.lab.servers import Launcher, Spawn
 from tests.support.chaos.fleet import Fleet
 from tests.support.chaos.sampling import num_loads, plot, read
 from tests.support.chaos.soak import Soak, reference_engine
@@ -46,9 +46,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture
 def single(launcher: Launcher, arguments: tuple[str, ...]) -> Client:
-    node = launcher.start_node("single", "single", *arguments)
-    launcher.wait_ready([node], 110)
-    return Client(node)
+    return Client(launcher.start_node("single", "single", *arguments).wait_ready(110))
 
 
 @pytest.fixture

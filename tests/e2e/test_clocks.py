@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, run_program
+from kvferry.lab.servers import Launcher, run_program
 from tests.e2e.conftest import Fleet, launch_fleet
 from tests.support import jumping_clock
 from tests.support.client import DO_REMOTE_DECODE, Client, assert_answers_like, wait_until

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.client import Client, assert_answers_like
 from tests.support.zygote import EXAMPLES
 

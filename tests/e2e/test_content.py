@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
 from kvferry.lab.demo.near_tie import tolerance_of
+from kvferry.lab.servers import Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, wait_until
 from tests.support.tiny_models import write_tiny_model
 
@@ -30,8 +30,7 @@ def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> 
     """A decode node that fails the requests that it cannot load."""
     node = module_launcher.start_node(
         "decode/fail", "decode", "--load-failure-policy", "fail", *tiny_arguments
-    )
-    module_launcher.wait_ready([node], START_TIMEOUT_S)
+    ).wait_ready(START_TIMEOUT_S)
     return Client(node)
 
 

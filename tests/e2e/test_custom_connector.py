@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.servers import Launcher
 from tests.support.client import Client, wait_until
 from tests.support.recording_connector import MARK
 

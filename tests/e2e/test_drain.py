@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
+from kvferry.lab.servers import Launcher, Spawn
 from tests.support.client import DO_REMOTE_DECODE, Client, streamed_answer, wait_until
 
 pytestmark = pytest.mark.slow
@@ -53,8 +53,7 @@ def start(launcher: Launcher, tiny_arguments: Sequence[str]) -> Callable[..., Cl
     """Start a node with a role and its own options."""
 
     def started(role: str, *arguments: str) -> Client:
-        node = launcher.start_node(role, role, *tiny_arguments, *arguments)
-        launcher.wait_ready([node], START_TIMEOUT_S)
+        node = launcher.start_node(role, role, *tiny_arguments, *arguments).wait_ready(START_TIMEOUT_S)
         return Client(node)
 
     return started

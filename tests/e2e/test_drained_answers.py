@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
+from kvferry.lab.servers import Launcher, Spawn
 from tests.e2e.conftest import LEASE, PATIENT, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import write_tiny_model
@@ -51,9 +51,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def single(spawn: Spawn, arguments: Sequence[str]) -> Iterator[Client]:
     with Launcher(spawn) as launcher:
-        node = launcher.start_node("single", "single", *arguments)
-        launcher.wait_ready([node], START_TIMEOUT_S)
-        yield Client(node)
+        yield Client(launcher.start_node("single", "single", *arguments).wait_ready(START_TIMEOUT_S))
 
 
 def normalized(payload: bytes) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, Spawn
+from kvferry.lab.servers import LaunchedProcess, Launcher, Spawn
 from tests.support.client import DO_REMOTE_DECODE, Client
 from tests.support.zygote import Zygote
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.servers import Launcher
 from tests.support.answers import Answer
 from tests.support.client import (
     DO_REMOTE_DECODE,
@@ -34,25 +34,21 @@ LEASE_S = 6.0
 def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     """A decode node that fails the requests that it cannot load."""
     policy = ("--load-failure-policy", "fail")
-    node = module_launcher.start_node("decode/fail", "decode", *policy, *tiny_arguments)
-    module_launcher.wait_ready([node], 110)
+    node = module_launcher.start_node("decode/fail", "decode", *policy, *tiny_arguments).wait_ready(110)
     return Client(node)
 
 
 @pytest.fixture
 def mortal_prefill(launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     """A prefill node that a test may kill."""
-    node = launcher.start_node("mortal prefill", "prefill", *tiny_arguments)
-    launcher.wait_ready([node], 110)
-    return Client(node)
+    return Client(launcher.start_node("mortal prefill", "prefill", *tiny_arguments).wait_ready(110))
 
 
 @pytest.fixture(scope="module")
 def short_lease_prefill(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     """A prefill node whose leases are too short for any consumer."""
     options = ("--connector-option", "lease_s=0.6")
-    node = module_launcher.start_node("short lease", "prefill", *tiny_arguments, *options)
-    module_launcher.wait_ready([node], 110)
+    node = module_launcher.start_node("short lease", "prefill", *tiny_arguments, *options).wait_ready(110)
     return Client(node)
 
 
@@ -262,16 +258,14 @@ def test_the_router_avoids_nodes_that_are_gone(
     tiny_arguments: Sequence[str],
     unique_prompt: str,
 ) -> None:
-    mortal_decode = launcher.start_node("mortal decode", "decode", *tiny_arguments)
-    launcher.wait_ready([mortal_decode], 110)
+    mortal_decode = launcher.start_node("mortal decode", "decode", *tiny_arguments).wait_ready(110)
     router = launcher.start_router(
         "router",
         [mortal_prefill.process, tiny_fleet.prefill.process],
         [mortal_decode, tiny_fleet.decode.process],
         "--check-interval-s",
         "60",  # the router must notice without a health check
-    )
-    launcher.wait_ready([router], 30)
+    ).wait_ready(30)
     client = Client(router)
     prompts = [f"{index} {unique_prompt}" for index in range(4)]
     mortal_prefill.process.kill()
@@ -288,8 +282,7 @@ def test_a_router_that_is_stopped_tells_its_waiting_clients(
     launcher: Launcher, tiny_fleet: Any, unique_prompt: str
 ) -> None:
     nodes = [tiny_fleet.prefill.process], [tiny_fleet.decode.process]
-    router = launcher.start_router("router", *nodes, "--drain-timeout-s", "1")
-    launcher.wait_ready([router], 30)
+    router = launcher.start_router("router", *nodes, "--drain-timeout-s", "1").wait_ready(30)
     client, prefill = Client(router), tiny_fleet.prefill
     with (
         client.streaming(unique_prompt, max_tokens=200, ignore_eos=True) as events,
@@ -337,10 +330,8 @@ def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone
 def test_a_stream_whose_decode_node_is_killed_ends_with_the_cause(
     launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], unique_prompt: str
 ) -> None:
-    decode = launcher.start_node("mortal decode", "decode", *tiny_arguments)
-    launcher.wait_ready([decode], 110)
-    router = launcher.start_router("router", [tiny_fleet.prefill.process], [decode])
-    launcher.wait_ready([router], 30)
+    decode = launcher.start_node("mortal decode", "decode", *tiny_arguments).wait_ready(110)
+    router = launcher.start_router("router", [tiny_fleet.prefill.process], [decode]).wait_ready(30)
     with Client(router).streaming(unique_prompt, max_tokens=400, ignore_eos=True) as events:
         next(events)
         decode.kill()
@@ -363,8 +354,7 @@ def test_a_pair_that_cannot_hand_over_says_so_and_holds_no_blocks(
     decode = launcher.start_node("decode", "decode", *tiny_single_arguments, "--connector", other)
     launcher.wait_ready([decode], 110)
     prefill = tiny_fleet.prefill
-    router = launcher.start_router("router", [prefill.process], [decode])
-    launcher.wait_ready([router], 30)
+    router = launcher.start_router("router", [prefill.process], [decode]).wait_ready(30)
     client = Client(router)
     for _ in range(3):
         expected(client.complete(unique_prompt, **ASKED).answer)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
 from kvferry.lab.demo.near_tie import assert_same_answer
 from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import Launcher, Spawn
 from tests.support.client import Client, Reply, ask_alone, wait_until
 
 BLOCK = 16
@@ -61,9 +61,7 @@ def arguments() -> tuple[str, ...]:
 def single(spawn: Spawn, arguments: Sequence[str]) -> Iterator[Client]:
     """A single node with the real model."""
     with Launcher(spawn) as launcher:
-        node = launcher.start_node("single", "single", *arguments)
-        launcher.wait_ready([node], 110)
-        yield Client(node)
+        yield Client(launcher.start_node("single", "single", *arguments).wait_ready(110))
 
 
 @pytest.fixture(scope="session")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.servers import Launcher
 from kvferry.router.kv_events import EventFollower
 from kvferry.router.nodes import UpstreamNode
 from kvferry.router.prefixes import Prefixes, keys_of
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
 from tests.support.client import Client, wait_until
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import until
 
 pytestmark = pytest.mark.full
 
@@ -51,12 +51,6 @@ async def following(node: Client) -> AsyncIterator[tuple[Prefixes, str]]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
-            await asyncio.sleep(0.02)
 
 
 async def test_the_index_is_the_nodes_prefix_cache_while_it_stores_and_removes(
@@ -98,8 +92,7 @@ def test_a_request_goes_to_the_node_that_says_that_it_has_the_prompt(
     nodes = start(launcher, 2, *tiny_single_arguments, "--num-blocks", "400")
     urls = [node.process.url for node in nodes]
     words = [word for url in urls for word in ("--node", url)]
-    launched = launcher.start_router("router", [], [], *words)
-    launcher.wait_ready([launched], START_TIMEOUT_S)
+    launched = launcher.start_router("router", [], [], *words).wait_ready(START_TIMEOUT_S)
     router, num_sent = Client(launched), iter(range(250))
 
     def all_followed() -> bool:
@@ -127,8 +120,7 @@ def test_no_tenant_is_served_or_placed_by_what_another_has_cached(
     """The salt of a tenant is in each block's hash at both nodes, and in the router's keys of prefixes."""
     nodes = start(launcher, 2, *tiny_single_arguments, "--num-blocks", "400")
     words = [word for node in nodes for word in ("--node", node.process.url)]
-    launched = launcher.start_router("router", [], [], *words)
-    launcher.wait_ready([launched], START_TIMEOUT_S)
+    launched = launcher.start_router("router", [], [], *words).wait_ready(START_TIMEOUT_S)
     router, prompt = Client(launched), prompt_of(1, 20)
 
     def cached(salt: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.servers import Launcher
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S, Fleet
 from tests.support.client import Client, assert_answers_like, wait_until
 

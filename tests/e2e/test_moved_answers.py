@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Spawn
+from kvferry.lab.servers import Spawn
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
-from tests.support.chaos.services import Service, reserved_port
+from tests.support.chaos.services import Service
 from tests.support.client import Client, wait_until
 from tests.support.losses import (
     NUM_CLIENTS,
@@ -106,11 +106,8 @@ class Starter:
         return self._service(f"{role} {number}", "serve", ("--role", role, *self.arguments, *LEASE))
 
     def _service(self, name: str, program: str, words: Sequence[str]) -> Service:
-        port = self.stack.enter_context(reserved_port())
-        service = Service(name, self.spawn, program, words, port, self.folder, self.folder)
-        service.start()
-        self.stack.callback(service.close)
-        return service
+        service = Service(name, self.spawn, program, words, self.folder, self.folder)
+        return self.stack.enter_context(service)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, Spawn
+from kvferry.lab.servers import LaunchedProcess, Launcher, Spawn
 from kvferry.router.page import content_security_policy
 from tests.e2e.conftest import START_TIMEOUT_S
 from tests.support.browser import chromium, find_chromium

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
+from kvferry.lab.servers import Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, assert_answers_like, wait_until
 
 pytestmark = pytest.mark.full
@@ -40,9 +40,7 @@ def start(launcher: Launcher, tiny_arguments: Sequence[str], address: str) -> Ca
 
     def started(role: str) -> Client:
         where = ("--connector-option", f"address={address}") if role == "prefill" else ()
-        node = launcher.start_node(role, role, *tiny_arguments, *where)
-        launcher.wait_ready([node], 110)
-        return Client(node)
+        return Client(launcher.start_node(role, role, *tiny_arguments, *where).wait_ready(110))
 
     return started
 

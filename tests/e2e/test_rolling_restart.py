@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
-from tests.support.chaos.services import Service, reserved_port
+from kvferry.lab.servers import Launcher, Spawn
+from tests.support.chaos.services import Service
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -84,12 +84,8 @@ def nodes(spawn: Spawn, tiny_arguments: Sequence[str], socket_dir: Path) -> Iter
     with ExitStack() as stack:
         services = []
         for role in ("prefill", "prefill", "decode", "decode"):
-            port = stack.enter_context(reserved_port())
-            words = ("--role", role, *tiny_arguments)
-            service = Service(f"{role} {port}", spawn, "serve.py", words, port, socket_dir)
-            service.start()
-            stack.callback(service.close)
-            services.append(service)
+            service = Service(role, spawn, "serve.py", ("--role", role, *tiny_arguments), socket_dir)
+            services.append(stack.enter_context(service))
         for service in services:
             service.wait_ready(START_TIMEOUT_S)
         yield services
@@ -98,12 +94,9 @@ def nodes(spawn: Spawn, tiny_arguments: Sequence[str], socket_dir: Path) -> Iter
 def test_a_rolling_restart_of_all_nodes_and_of_the_router_loses_no_request(
     nodes: list[Service], launcher: Launcher
 ) -> None:
-    options = [
-        word for node in nodes for word in (f"--{node.name.split()[0]}", f"http://127.0.0.1:{node.port}")
-    ]
+    options = [word for node in nodes for word in (f"--{node.name}", f"http://127.0.0.1:{node.port}")]
     options += ["--reuse-port", "--check-interval-s", "0.25"]
-    old = launcher.start("old router", "router.py", "--port", "0", *options)
-    launcher.wait_ready([old], START_TIMEOUT_S)
+    old = launcher.start("old router", "router.py", "--port", "0", *options).wait_ready(START_TIMEOUT_S)
     load = Load(old.port)
     try:
         for first, second in ((nodes[0], nodes[2]), (nodes[1], nodes[3])):

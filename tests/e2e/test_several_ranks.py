@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, children_of, wait_until
 from tests.support.many_handoffs import CHUNK_TOKENS, NUM_HANDOFFS, SHAPES, hand_over_many
 from tests.support.tiny_models import write_tiny_model
@@ -42,8 +42,7 @@ def _start(launcher: Launcher, folder: Path, shape: tuple[int, int], *options: s
 @pytest.mark.full
 def test_no_handoff_waits_for_a_deadline(shape: Any, launcher: Launcher, tmp_path: Path) -> None:
     nodes = _start(launcher, tmp_path, shape)
-    router = launcher.start_router("router", [nodes[0]], [nodes[1]])
-    launcher.wait_ready([router], START_S)
+    router = launcher.start_router("router", [nodes[0]], [nodes[1]]).wait_ready(START_S)
     hand_over_many(Server(router), Server(nodes[0]), Server(nodes[1]))
 
 

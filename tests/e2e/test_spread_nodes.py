@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvferry.connector.p2p.params import draw_offer_name, rendezvous_params
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
 from kvferry.lab.demo.near_tie import assert_same_answer
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.client import (
     DO_REMOTE_DECODE,
     Client,
@@ -68,9 +68,7 @@ def decodes(module_launcher: Launcher, arguments: Sequence[str]) -> list[Launche
 
 
 def start_prefill(launcher: Launcher, *arguments: str) -> LaunchedProcess:
-    node = launcher.start_node("prefill", "prefill", *arguments)
-    launcher.wait_ready([node], START_TIMEOUT_S)
-    return node
+    return launcher.start_node("prefill", "prefill", *arguments).wait_ready(START_TIMEOUT_S)
 
 
 def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: str) -> Reply:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client
 from tests.support.collector import CollectedSpan, collecting
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.launcher import Spawn
+from kvferry.lab.servers import Spawn
 from tests.e2e.conftest import LEASE, START_TIMEOUT_S
-from tests.support.chaos.services import Service, reserved_port
+from tests.support.chaos.services import Service
 from tests.support.client import Client
 from tests.support.losses import NUM_CLIENTS, SEED, Load, Outcome, Question, leaks, learn
 
@@ -45,11 +45,7 @@ def services(spawn: Spawn, tiny_arguments: Sequence[str], tmp_path: Path) -> Ite
     with ExitStack() as stack:
 
         def start(name: str, program: str, *words: str) -> Service:
-            port = stack.enter_context(reserved_port())
-            service = Service(name, spawn, program, words, port, tmp_path)
-            service.start()
-            stack.callback(service.close)
-            return service
+            return stack.enter_context(Service(name, spawn, program, words, tmp_path))
 
         roles = ("prefill", "decode", "decode")
         nodes = [start(role, "serve", "--role", role, *tiny_arguments, *LEASE, *OFFERS) for role in roles]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, Spawn
 from kvferry.lab.demo.near_tie import assert_same_answer
+from kvferry.lab.servers import Launcher, Spawn
 from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]

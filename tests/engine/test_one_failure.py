@@ -28,7 +28,7 @@ from kvferry.lab.engine.errors import EngineDeadError
 from kvferry.lab.engine.settings import EngineSettings
 from kvferry.lab.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 VICTIM = "victim"
 #: A token near the end of the victim's prompt, and the victim's seed. No other request has either.
@@ -98,12 +98,6 @@ def is_whole(engine: Engine) -> bool:
     stats = engine.stats()
     busy = stats.num_waiting + stats.num_loading + stats.num_running + stats.num_offered
     return busy == 0 and stats.num_free_blocks == stats.num_blocks
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

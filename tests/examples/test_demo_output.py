@@ -21,9 +21,9 @@ from kvferry.lab.demo.report import (
     format_table,
     report_of,
 )
-from kvferry.lab.demo.vllm_server import KVFERRY
 from kvferry.lab.engine import progress
 from kvferry.lab.engine.progress import Elapsed
+from kvferry.lab.servers import KVFERRY
 from kvferry.web.serving import StartupError
 from tests.support.client import wait_until
 

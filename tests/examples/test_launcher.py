@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Child, LaunchedProcess, Launcher, LaunchError, free_port
+from kvferry.lab.servers import Child, LaunchedProcess, Launcher, LaunchError, free_port
 from tests.support.client import wait_until
 
 #: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of several ways.
@@ -58,8 +58,7 @@ def launcher() -> Iterator[Launcher]:
 
 
 def test_the_description_of_an_end_has_the_status_the_cause_and_the_last_lines(launcher: Launcher) -> None:
-    node = launcher.start("decode node", "fails")
-    launcher.wait_ready([node], 20)
+    node = launcher.start("decode node", "fails").wait_ready(20)
     node.send_signal(signal.SIGUSR1)
     wait_until(lambda: node.describe_end(within_s=20) != "")
     said = node.describe_end()
@@ -71,23 +70,20 @@ def test_the_description_of_an_end_has_the_status_the_cause_and_the_last_lines(l
 
 
 def test_the_description_of_an_end_names_the_signal(launcher: Launcher) -> None:
-    node = launcher.start("decode node", "is killed")
-    launcher.wait_ready([node], 20)
+    node = launcher.start("decode node", "is killed").wait_ready(20)
     node.send_signal(signal.SIGUSR1)
     wait_until(lambda: not node.is_running)
     assert node.describe_end().startswith("the decode node was killed by SIGKILL; the end of its log:\n")
 
 
 def test_a_running_process_has_no_end_to_describe(launcher: Launcher) -> None:
-    node = launcher.start("decode node", "runs")
-    launcher.wait_ready([node], 20)
+    node = launcher.start("decode node", "runs").wait_ready(20)
     assert node.describe_end() == ""
 
 
 def test_a_launcher_does_not_wait_for_a_process_that_would_finish_its_answers_first() -> None:
     with Launcher(spawn) as launcher:
-        node = launcher.start("decode node", "runs")
-        launcher.wait_ready([node], 20)
+        launcher.start("decode node", "runs").wait_ready(20)
         began = time.monotonic()
     assert time.monotonic() - began < 4.0
 
@@ -119,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(404 if self.path == "/missing" else 200)
         self.end_headers()
-        self.wfile.write(json.dumps([os.environ["MARK"], sorted(os.sched_getaffinity(0)), os.getpid()]).encode())
+        self.wfile.write(json.dumps([os.environ["MARK"], os.getpid()]).encode())
 print("about to listen", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -146,14 +142,13 @@ def test_programs_with_the_same_seed_choose_different_ports() -> None:
     assert len(chosen) > 1
 
 
-def test_a_server_of_others_has_its_environment_and_its_processors_and_ends(port: str) -> None:
-    cpu = min(os.sched_getaffinity(0))
+def test_a_server_of_others_has_its_environment_and_ends(port: str) -> None:
     with Launcher() as launcher:
-        server = start_server(launcher, port, environment={"MARK": "x"}, cpus=[cpu])
+        server = start_server(launcher, port, environment={"MARK": "x"})
         server.wait_ready(20)
         with urllib.request.urlopen(server.url) as answer:
-            mark, cpus, pid = json.load(answer)
-        assert (mark, cpus, server.port) == ("x", [cpu], int(port))
+            mark, pid = json.load(answer)
+        assert (mark, server.port) == ("x", int(port))
         server.stop()
         assert not server.is_running
         assert "about to listen" in server.log_tail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvferry.lab.engine.errors import PromptTooLongError
 from kvferry.lab.node.openai_request import ChatPrompt, Message, parse_completion
 from kvferry.lab.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
 from kvferry.web.errors import ApiError
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 LONGEST = 100
 
@@ -58,12 +58,6 @@ async def reader_of(
         if isinstance(tokenizer, SlowTokenizer):
             tokenizer.let_go.set()
         await reader.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 SLOW = "slow" + "!" * SHORT_CHARS

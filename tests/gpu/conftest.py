@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +23,7 @@ from kvferry.transports.testing.leaks import Leaks
 from tests.support.answers import Answer
 from tests.support.engines import MakeNode, stepped_nodes
 from tests.support.gpu_memory import StartChild, stand_in_driver
+from tests.support.peers import Peer, peers, said
 from tests.support.tiny_models import generate_greedily, tiny_models_in
 
 PAGE = {"block_size": 16, "num_blocks": 60, "max_num_batched_tokens": 32, "max_num_seqs": 4}
@@ -85,29 +85,18 @@ def torch_device() -> torch.device:
 
 @contextmanager
 def children_started() -> Iterator[StartChild]:
-    children: list[subprocess.Popen[str]] = []
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with peers(env={**os.environ, "PYTHONPATH": path}) as start_peer:
 
-    def start(program: str, *arguments: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-        command = [sys.executable, str(CHILDREN / program), *arguments]
-        environment = {**os.environ, "PYTHONPATH": path}
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        children.append(child)
-        assert child.stdout is not None
-        told: dict[str, Any] = json.loads(child.stdout.readline() or '{"failed": true}')
-        assert "failed" not in told, "the child failed; its error is in the output"
-        if "unavailable" in told:
-            pytest.skip(told["unavailable"])
-        return child, told
+        def start(program: str, *arguments: str) -> tuple[Peer, dict[str, Any]]:
+            child = start_peer(str(CHILDREN / program), *arguments)
+            told: dict[str, Any] = json.loads(said(child) or '{"failed": true}')
+            assert "failed" not in told, "the child failed; its error is in the output"
+            if "unavailable" in told:
+                pytest.skip(told["unavailable"])
+            return child, told
 
-    try:
         yield start
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
 
 
 @pytest.fixture

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .test_two_hosts import PACKAGES, Host, Pair, running, start_and_wait_until_half_way, wait_until
+from .test_two_hosts import PACKAGES, Host, Pair, Program, running, start_and_wait_until_half_way, wait_until
 
 BARE_NIXL = Path(__file__).parent / "children" / "bare_nixl.py"
 #: No timeout of any transport is longer.
@@ -90,34 +86,16 @@ def deliver_at_last(pair: Pair) -> int:
         num_failed += 1
 
 
-class BareNixl:
-    """NIXL's agents on the two hosts, and the orders to the reader."""
+class BareNixl(Program):
+    """NIXL's agent on the host that reads."""
 
-    def __init__(self, network: Any, resources: ExitStack) -> None:
-        owner = self._start(network, "p", resources)
-        owner.send(None)
-        assert owner.poll(60), "the owner did not start"
-        self._reader = self._start(network, "d", resources)
-        self._reader.send(owner.recv())
-        assert self._reader.poll(60), "the reader did not start"
-        self._reader.recv()
+    def __init__(self, network: Any, host: str) -> None:
+        variables = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
+        super().__init__(network.inside(host), BARE_NIXL, **variables)
 
-    def _start(self, network: Any, host: str, resources: ExitStack) -> Connection:
-        ours, theirs = Pipe()
-        resources.callback(ours.close)
-        environment = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
-        with theirs:
-            command = [*network.inside(host), sys.executable, str(BARE_NIXL), str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
-        resources.callback(process.wait)
-        resources.callback(process.kill)
-        self.reader_pid = process.pid
-        return ours
-
-    def ask(self, name: str) -> Any:
-        self._reader.send((name,))
-        assert self._reader.poll(30), f"no answer to {name}"
-        return self._reader.recv()
+    def close(self) -> None:
+        self._process.kill()  # it may wait for the other host without an end
+        super().close()
 
     def read(self, timeout_s: float) -> str:
         """Read everything. Returns NIXL's last state."""
@@ -133,17 +111,15 @@ class BareNixl:
             time.sleep(0.02)
         return state
 
-    def num_received(self) -> int:
-        lines = Path(f"/proc/{self.reader_pid}/net/dev").read_text().splitlines()
-        (counters,) = [line.partition(":")[2] for line in lines if line.strip().startswith("veth:")]
-        return int(counters.split()[0])
-
 
 @pytest.fixture
 def bare_nixl(network: Any) -> Iterator[BareNixl]:
     require("nixl")
-    with ExitStack() as resources:
-        yield BareNixl(network, resources)
+    with closing(BareNixl(network, "p")) as owner, closing(BareNixl(network, "d")) as reader:
+        owner.pipe.send(None)
+        reader.pipe.send(owner.receive(60))
+        reader.receive(60)
+        yield reader
         network.mend()
 
 

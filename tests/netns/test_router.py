@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
 from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, ask_alone, wait_until
 from tests.support.tiny_models import write_tiny_model
 from tests.support.zygote import EXAMPLES, Zygote

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.client import wait_until
 
 NODE_PROGRAM = Path(__file__).parent / "children" / "node.py"
 RDMA_NODE_PROGRAM = NODE_PROGRAM.with_name("rdma_node.py")
@@ -32,8 +34,49 @@ HANDOFF = {"lease_s": LEASE_S, "read_timeout_s": 15.0, **CONNECT}
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 
-class Host:
-    """The node on one of the hosts. `prefix` runs a command on that host."""
+class Program:
+    """A Python program on a host, which takes orders over a pipe.
+
+    Args:
+        prefix: What runs a command on that host.
+        variables: For its environment.
+    """
+
+    def __init__(self, prefix: Sequence[str], program: Path, *words: str, **variables: str) -> None:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, str(program), str(theirs.fileno()), *words],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **variables},
+            )
+
+    def receive(self, timeout_s: float) -> Any:
+        assert self.pipe.poll(timeout_s), f"no answer within {timeout_s:g} s"
+        return self.pipe.recv()
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the program."""
+        self.pipe.send((name, *arguments))
+        return self.receive(30)
+
+    def num_received(self) -> int:
+        """Return the number of bytes that arrived over the veth link."""
+        lines = Path(f"/proc/{self._process.pid}/net/dev").read_text().splitlines()
+        (counters,) = [line.partition(":")[2] for line in lines if line.strip().startswith("veth:")]
+        return int(counters.split()[0])
+
+    def close(self) -> None:
+        self.pipe.close()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+
+class Host(Program):
+    """The node on one of the hosts."""
 
     def __init__(
         self,
@@ -43,39 +86,11 @@ class Host:
         node_program: Path = NODE_PROGRAM,
         handoff: Mapping[str, float] = HANDOFF,
     ) -> None:
-        self._pipe, theirs = Pipe()
-        with theirs:
-            options = json.dumps({**handoff, "transport_options": transport})
-            program = [sys.executable, str(node_program), str(theirs.fileno()), connector, options]
-            self._process = subprocess.Popen(
-                [*prefix, *program],
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-            )
+        options = json.dumps({**handoff, "transport_options": transport})
+        super().__init__(prefix, node_program, connector, options, OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
 
     def wait_ready(self) -> None:
-        assert self._pipe.poll(90), "the node did not start"
-        self._pipe.recv()
-
-    def num_received(self) -> int:
-        """Return the number of bytes that arrived over the veth link."""
-        lines = Path(f"/proc/{self._process.pid}/net/dev").read_text().splitlines()
-        (counters,) = [line.partition(":")[2] for line in lines if line.strip().startswith("veth:")]
-        return int(counters.split()[0])
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the node's `Program`."""
-        self._pipe.send((name, *arguments))
-        assert self._pipe.poll(30), f"no answer to {name}"
-        return self._pipe.recv()
-
-    def close(self) -> None:
-        self._pipe.close()
-        try:
-            self._process.wait(30)
-        finally:
-            self._process.kill()
-            self._process.wait()
+        self.receive(90)
 
 
 class Pair:
@@ -125,13 +140,6 @@ class Pair:
         """Check that all blocks are free once the lease has expired."""
         wait_until(lambda: self.prefill.ask("num_free") == NUM_BLOCKS, SETTLED_S)
         assert self.decode.ask("num_free") == NUM_BLOCKS
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import types
-from collections.abc import Awaitable, Callable, Container, Coroutine, Generator
+from collections.abc import Callable, Container, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient
 from kvferry.router.app import Router
 from kvferry.router.performance import Performance
 from tests.support.fake_nodes import let_rendezvous, routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
@@ -62,12 +62,6 @@ async def in_flight(client: TestClient[Any, Any]) -> float:
     async with client.get("/metrics") as response:
         lines = [line for line in (await response.text()).splitlines() if "node_in_flight{" in line]
     return sum(float(line.split()[-1]) for line in lines)
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 WHOLE = [("body", False), ("prefill", False), ("decode", False)]

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from kvferry.router.nodes import NodePool
 from kvferry.web.errors import note_answered
 from kvferry.web.tracing import observed
 from tests.support.fake_nodes import routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -104,12 +104,6 @@ async def counts(client: TestClient[Any, Any]) -> Mapping[str, float]:
         if line.startswith("kvferry_router_request_duration_seconds_count"):
             found["durations"] = float(line.split()[-1])
     return found
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:

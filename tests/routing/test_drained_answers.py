@@ -16,7 +16,7 @@ from kvferry.router.moves import stop_of
 from kvferry.router.performance import MAX_MOVES
 from kvferry.web.sse import Event
 from tests.support.fake_nodes import routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 IDENTITY = "fedcba9876543210"
 CHECKS = {"check_interval_s": 0.02, "check_timeout_s": 10.0}
@@ -101,12 +101,6 @@ class Prefill:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
         return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "remote_lease": "1"}})
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def streamed(client: Any) -> str:

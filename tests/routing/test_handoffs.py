@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient
 
 from kvferry.router.handoffs import RESULTS
 from tests.support.fake_nodes import let_rendezvous, routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -118,12 +118,6 @@ async def handoffs(client: TestClient[Any, Any]) -> dict[str, int]:
             counts[result] = int(float(line.split()[-1]))
     assert counts == {result: pair[result] for result in counts}
     return {result: number for result, number in counts.items() if number}
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 def assert_release(prefill: Prefill) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ from kvferry.router.prefixes import (
     keys_of,
     root_key,
 )
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 BLOCK = 16
@@ -456,12 +456,6 @@ async def following(*said: Any, follow: Follow = "auto", host: str = "127.0.0.1"
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 def batch(number: int, parent: int | None = None, prompt: list[int] | None = None) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from kvferry.transports.testing.certificates import Authority
 from kvferry.web.access import ClientTls, NodeAccess
 from tests.support.fake_dns import Names
 from tests.support.fake_nodes import serving
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
@@ -106,12 +106,6 @@ class Fleet:
             return (node and node["state"]) == state
 
         await until(is_there)
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

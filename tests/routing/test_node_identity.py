@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvferry.connector.p2p.params import REFUSED_TO_CONTINUE, STOPPED_TO_MOVE
 from tests.support.fake_nodes import PLACE, routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 STREAM = {"model": "m", "prompt": "p", "stream": True, "temperature": 0, "max_tokens": 4}
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
@@ -110,12 +110,6 @@ async def node(client: Any, role: str) -> dict[str, Any]:
     nodes = (await (await client.get("/nodes")).json())["nodes"]
     found: dict[str, Any] = next(node for node in nodes if node["role"] == role)
     return found
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 # -- identities --------------------------------------------------------------------------------------

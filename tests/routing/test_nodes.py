@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from kvferry.router.nodes import NodeGoneError, UpstreamNode
 from kvferry.router.reading import kept_alive_socket
 from kvferry.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 #: Frequent checks with a short timeout.
 CHECKS: dict[str, Any] = {"check_interval_s": 0.02, "check_timeout_s": 0.5}
@@ -95,12 +94,6 @@ async def health_of(client: TestClient[Any, Any], role: str) -> dict[str, Any]:
     async with client.get("/health") as response:
         (node,) = (node for node in (await response.json())["nodes"] if node["role"] == role)
     return dict(node)
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 async def until_state(client: TestClient[Any, Any], state: str, role: str = "decode") -> None:

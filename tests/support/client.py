@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvferry.lab.demo import client
-from kvferry.lab.demo.launcher import LaunchedProcess
 from kvferry.lab.demo.near_tie import AskAlone, assert_same_answer
+from kvferry.lab.servers import LaunchedProcess
 from tests.support.answers import Answer
 from tests.support.patience import DEADLINE_S
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.deployments import free_address
 
 COMPOSE_FILE = Path(__file__).parents[2] / "docker" / "compose.yaml"
@@ -174,7 +174,8 @@ class BuildahStack(Stack):
         }
         self._services["single"] = {**self._services["decode"], "command": SINGLE}
         self._addresses = {name: free_address(8000) for name in self._services}
-        self._running: dict[str, tuple[str, subprocess.Popen[bytes], Path]] = {}
+        self._running: dict[str, tuple[str, LaunchedProcess]] = {}
+        self._launcher = Launcher(logs=folder)
         # Not by mounting /etc/hosts: Buildah mounts its own in no fixed order.
         self._hosts = [
             f"--add-host={host}:{address}"
@@ -190,16 +191,17 @@ class BuildahStack(Stack):
         try:
             for name in stack._services.keys() - {"prefill", "decode", "router", "single"}:
                 stack._start(name)
-                _, process, log = stack._running[name]
-                assert process.wait(60) == 0, log.read_text()
+                _, process = stack._running[name]
+                assert process.wait(60) == 0, process.log_tail
             for role in ("prefill", "decode", "router"):
                 stack._start(role)
             for role in ("prefill", "decode", "router"):
-                stack._wait_ready(role)
+                stack._running[role][1].wait_ready(START_TIMEOUT_S)
             yield stack
         finally:
             for name in [*stack._running]:
                 stack._remove(name)
+            stack._launcher.close()
 
     def address(self, role: str) -> str:
         return self._addresses[role]
@@ -214,15 +216,13 @@ class BuildahStack(Stack):
         return _status(f"http://{self._addresses['router']}:8000/ready")
 
     def kill(self, role: str) -> None:
-        _, process, _ = self._running[role]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        self._running[role][1].kill()
 
     @contextlib.contextmanager
     def single_node(self) -> Iterator[str]:
         self._start("single")
         try:
-            self._wait_ready("single")
+            self._running["single"][1].wait_ready(START_TIMEOUT_S)
             yield "single"
         finally:
             self._remove("single")
@@ -234,17 +234,11 @@ class BuildahStack(Stack):
         service = self._services[name]
         words = [*service.get("entrypoint", ["kvferry"]), *service["command"]]
         words = [word.replace("--host=0.0.0.0", f"--host={self._addresses[name]}") for word in words]
-        log = self._folder / f"{name}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                self._command(name, container, words),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=_ENVIRONMENT,
-                process_group=0,
-            )
-        self._running[name] = (container, process, log)
+        command = self._command(name, container, words)
+        process = self._launcher.start_server(
+            name, command, 8000, "/ready", host=self._addresses[name], environment=_ENVIRONMENT
+        )
+        self._running[name] = (container, process)
 
     def _command(self, name: str, container: str, words: Sequence[str]) -> list[str]:
         volumes = [f"{self._volume(f'{name}-tmp')}:/tmp"]
@@ -261,20 +255,9 @@ class BuildahStack(Stack):
             os.chown(folder, USER_ID, USER_ID)
         return folder
 
-    def _wait_ready(self, role: str) -> None:
-        _, process, log = self._running[role]
-
-        def is_ready() -> bool:
-            assert process.poll() is None, log.read_text()
-            return _status(f"http://{self._addresses[role]}:8000/ready") == 200
-
-        _wait(is_ready, log.read_text)
-
     def _remove(self, name: str) -> None:
-        container, process, _ = self._running.pop(name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        container, process = self._running.pop(name)
+        process.kill()
         run("buildah", "rm", container, environment=_ENVIRONMENT)
 
 

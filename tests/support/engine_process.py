@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvferry.lab.demo.launcher import Spawn
+from kvferry.lab.servers import Spawn
 
 #: Seconds for a start, which takes half a minute on two idle cores.
 START_S = 240.0

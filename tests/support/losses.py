@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.lab.demo.launcher import LaunchedProcess
 from kvferry.lab.demo.near_tie import tolerance_of
+from kvferry.lab.servers import LaunchedProcess
 from tests.support.chaos.services import Holdings, Service
 from tests.support.client import Client, wait_until
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import time
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 #: Holds the figure of the process that measured it, for the processes that it starts.
@@ -23,3 +26,14 @@ def _measured() -> float:
 SLOWNESS: Final = float(os.environ.setdefault(_VARIABLE, f"{_measured():.2f}"))
 #: Seconds after which a test gives up waiting for what should have happened. Only a test that fails waits for so long.
 DEADLINE_S: Final = 45.0 * SLOWNESS
+
+
+async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Let the loop run until a condition holds.
+
+    Raises:
+        TimeoutError: it does not hold within `DEADLINE_S`.
+    """
+    async with asyncio.timeout(DEADLINE_S):
+        while not (await found if inspect.isawaitable(found := holds()) else found):
+            await asyncio.sleep(0.005)

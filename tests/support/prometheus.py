@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvferry.lab.servers import Launcher
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
@@ -47,12 +48,6 @@ class Prometheus:
         """Return the values of an instant query, one per series."""
         return [float(series["value"][1]) for series in self.get("query", query=query)["result"]]
 
-    def is_up(self) -> bool:
-        try:
-            return bool(self.get("status/buildinfo"))
-        except OSError:
-            return False
-
 
 @contextmanager
 def scraping(targets: Mapping[str, str], folder: Path, port: int) -> Iterator[Prometheus]:
@@ -61,8 +56,6 @@ def scraping(targets: Mapping[str, str], folder: Path, port: int) -> Iterator[Pr
     Args:
         targets: Name of an instance → its `host:port`.
     """
-    from .client import wait_until
-
     config = {
         "global": {"scrape_interval": SCRAPE_INTERVAL, "evaluation_interval": SCRAPE_INTERVAL},
         "rule_files": [str(FILES / "alerts.yml")],
@@ -76,22 +69,12 @@ def scraping(targets: Mapping[str, str], folder: Path, port: int) -> Iterator[Pr
         ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))
-    with open(folder / "prometheus.log", "wb") as log:
-        process = subprocess.Popen(
-            [
-                program("prometheus"),
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        prometheus = Prometheus(port)
-        wait_until(prometheus.is_up, timeout_s=30)
-        yield prometheus
-    finally:
-        process.terminate()
-        process.wait(30)
+    command = [
+        program("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with Launcher(logs=folder) as launcher:
+        launcher.start_server("prometheus", command, port, "/-/ready").wait_ready(30)
+        yield Prometheus(port)

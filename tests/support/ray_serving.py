@@ -21,8 +21,8 @@ from ray.cluster_utils import Cluster
 from ray_serve_pair import DEMO_CPUS, ask, deploy_alone, deploy_pair, make_parser
 
 from kvferry.connector.ray import register
-from kvferry.lab.demo.launcher import free_port
 from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import free_port
 
 #: A resource that only the second raylet has.
 DECODE = "decode_machine"

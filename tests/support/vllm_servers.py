@@ -14,9 +14,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, run_program
 from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
-from kvferry.lab.demo.vllm_server import ask_vllm_alone, start_vllm
+from kvferry.lab.demo.vllm_server import ask_vllm_alone
+from kvferry.lab.servers import LaunchedProcess, Launcher, run_program, start_vllm
 from tests.support.chaos.services import Service
 
 ANSWER_S = 120.0
@@ -140,9 +140,9 @@ class VllmService(Service):
     """
 
     def __init__(
-        self, name: str, model: Path, arguments: Sequence[str], transfer: Mapping[str, Any] | None, port: int
+        self, name: str, model: Path, arguments: Sequence[str], transfer: Mapping[str, Any] | None
     ) -> None:
-        super().__init__(name, run_program, "", arguments, port, Path())
+        super().__init__(name, run_program, "", arguments, Path())
         self._model, self._arguments, self._transfer = str(model), arguments, transfer
 
     def _launch(self, launcher: Launcher, name: str) -> LaunchedProcess:

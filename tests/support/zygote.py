@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -50,7 +49,7 @@ class Zygote:
             )
 
     def spawn(self, program: str, arguments: Sequence[str], log: int, link: int) -> Forked:
-        """See `launcher.Spawn`."""
+        """See `servers.Spawn`."""
         order = {"program": program, "arguments": list(arguments), "cwd": os.getcwd()}
         socket.send_fds(self._orders, [json.dumps(order).encode()], [log, link])
         return Forked(self._answer(), self._reap)
@@ -70,12 +69,7 @@ class Zygote:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -37,6 +36,7 @@ from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decod
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.harness import Link, Node
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
+from tests.support.peers import peers, said
 
 ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.gpu_peer"
 PAGE = 4096
@@ -258,13 +258,10 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
     """The guard still holds, and the socket may not signal the loss yet, but other data may be in the memory by now."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", PEER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with peers(cwd=ROOT) as start:
+        child = start("-m", PEER)
         consumer = make_node(0)
-        assert child.stdout is not None
-        peer_id = consumer.endpoint.start_connect(child.stdout.readline().strip(), timeout_s=20)
+        peer_id = consumer.endpoint.start_connect(said(child), timeout_s=20)
         world.serve(lambda: bool(consumer.history))
 
         def read() -> KVTransferError | None:
@@ -283,9 +280,6 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
         driver.on_copied = die
         assert isinstance(read(), PeerLostError)
         world.serve(lambda: bool(consumer.of_type(PeerLost)))
-    finally:
-        child.kill()
-        child.communicate()
 
 
 # -- peers that cannot be reached --------------------------------------------------------------------

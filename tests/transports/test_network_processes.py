@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.transports import Connected, Event, Guard, PeerLost, Pool, RegionPairs, TransferEnded
+from kvferry.transports import Connected, Event, PeerLost, TransferEnded
 from kvferry.transports.errors import PeerLostError
 from kvferry.transports.registry import create_transport
 from tests.support.gpu_pools import GpuPools
-from tests.support.patience import DEADLINE_S
+from tests.support.peers import HELD, Peer, Reader, peers, said
 
 ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.network_peer"
 POOL_BYTES = 24 << 20
-HELD = Guard(3, 9)
 
 #: Cases: transport, options, mechanism. Bare `nixl` is on shared memory here, because it refuses TCP.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -50,50 +47,27 @@ needs_nixl = pytest.mark.skipif(
 )
 NIXL = [pytest.param(case, marks=needs_nixl) for case in CASES if case.startswith("nixl")]
 
-Start = Callable[..., "subprocess.Popen[str]"]
-Owner = tuple["subprocess.Popen[str]", int]
+Start = Callable[..., Peer]
+Owner = tuple[Peer, int]
 
 
-class Node:
-    """The node in this process: a transport, its pool, and its events."""
+class Node(Reader):
+    """The node in this process."""
 
     def __init__(self, case: str) -> None:
         scheme, options, _ = CASES[case]
-        self.transport = create_transport(scheme, options)
-        self.arena = self.transport.allocate(POOL_BYTES)
-        self.endpoint = self.transport.register(Pool([self.arena.segment]))
-        self.seen: list[Event] = []
-
-    def until(self, is_done: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_done():
-            assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.endpoint.wait_events(0.02)
+        super().__init__(create_transport(scheme, options), POOL_BYTES)
 
     def saw(self, kind: type[Event]) -> bool:
-        return any(isinstance(event, kind) for event in self.seen)
-
-    def connect(self, address: str) -> int:
-        peer_id = self.endpoint.start_connect(address, timeout_s=20)
-        self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
-        return peer_id
-
-    def start_read(self, peer_id: int) -> int:
-        pairs = RegionPairs(np.array([(0, 0, POOL_BYTES)], dtype=np.int64))
-        return self.endpoint.start_read(peer_id, pairs, HELD, timeout_s=30)
-
-    def ends(self) -> list[TransferEnded]:
-        return [event for event in self.seen if isinstance(event, TransferEnded)]
+        return bool(self.of(kind))
 
     def read_whole(self, peer_id: int) -> TransferEnded:
         """Read the peer's whole pool, and check every byte."""
-        memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
-        memory[:] = 0
-        transfer_id = self.start_read(peer_id)
-        self.until(lambda: self.ends()[-1:] != [] and self.ends()[-1].transfer_id == transfer_id)
-        assert self.ends()[-1].error is None
-        assert np.array_equal(memory, np.resize((np.arange(251) * 7 % 251).astype(np.uint8), POOL_BYTES))
-        return self.ends()[-1]
+        self.memory[:] = 0
+        ended = self.end_of(self.start_read(peer_id))
+        assert ended.error is None
+        assert self.has_pattern(POOL_BYTES)
+        return ended
 
 
 @pytest.fixture(params=["zeromq", "tcp", UCX, *NIXL])
@@ -111,25 +85,11 @@ def node(case: str) -> Iterator[Node]:
 @pytest.fixture
 def start(case: str) -> Iterator[Start]:
     """Start a peer process."""
-    processes: list[subprocess.Popen[str]] = []
     scheme, options, _ = CASES[case]
-
-    def start_one(*arguments: str, **more: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", PEER, scheme, json.dumps({**options, **more}), *arguments]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
-        return processes[-1]
-
-    yield start_one
-    for process in processes:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.communicate()
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    with peers(cwd=ROOT) as start_peer:
+        yield lambda *arguments, **more: start_peer(
+            "-m", PEER, scheme, json.dumps({**options, **more}), *arguments
+        )
 
 
 @pytest.fixture

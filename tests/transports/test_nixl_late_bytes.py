@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.transports import Connected, Endpoint, Event, Guard, PeerLost, Pool, RegionPairs, TransferEnded
+from kvferry.transports import PeerLost
 from kvferry.transports.errors import PeerLostError, TransferTimeoutError
 from kvferry.transports.registry import create_transport
+from tests.support.peers import Peer, Reader, peers, said
 
 if find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
@@ -27,74 +27,18 @@ pytestmark = pytest.mark.slow
 
 CHILDREN = Path(__file__).parent / "children"
 POOL_BYTES = 24 << 20
-HELD = Guard(3, 9)
 TCP: dict[str, Any] = {"refuse_tcp": False, "tls": "tcp", "drain_s": 0.4}
 
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-class Reader:
-    """A node in this process that reads."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.transport = create_transport("nixl", options)
-        self.arena = self.transport.allocate(POOL_BYTES)
-        self.memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
-        self.endpoint: Endpoint = self.transport.register(Pool([self.arena.segment]))
-        self.seen: list[Event] = []
-
-    def until(self, is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_done():
-            assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.endpoint.wait_events(0.02)
-
-    def serve_for(self, duration_s: float) -> None:
-        deadline = time.monotonic() + duration_s
-        while time.monotonic() < deadline:
-            self.seen += self.endpoint.wait_events(0.02)
-
-    def connect(self, address: str) -> int:
-        peer_id = self.endpoint.start_connect(address, timeout_s=20)
-        self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
-        return peer_id
-
-    def start_read(self, peer_id: int, timeout_s: float) -> int:
-        pairs = RegionPairs(np.array([(0, 0, POOL_BYTES)], dtype=np.int64))
-        return self.endpoint.start_read(peer_id, pairs, HELD, timeout_s=timeout_s)
-
-    def end_of(self, transfer_id: int) -> TransferEnded:
-        def found() -> list[TransferEnded]:
-            return [
-                event
-                for event in self.seen
-                if isinstance(event, TransferEnded) and event.transfer_id == transfer_id
-            ]
-
-        self.until(lambda: bool(found()))
-        return found()[0]
+Start = Callable[..., Peer]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start `network_peer.py` with options and a task."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start_one(options: dict[str, Any], *task: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(CHILDREN / "network_peer.py"), "nixl", json.dumps(options), *task]
-        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start_one
-    for process in processes:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.communicate()
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    with peers() as start_peer:
+        yield lambda options, *task: start_peer(
+            str(CHILDREN / "network_peer.py"), "nixl", json.dumps(options), *task
+        )
 
 
 @pytest.fixture
@@ -104,7 +48,7 @@ def options() -> dict[str, Any]:
 
 @pytest.fixture
 def reader(options: dict[str, Any]) -> Iterator[Reader]:
-    reader = Reader(options)
+    reader = Reader(create_transport("nixl", options), POOL_BYTES)
     yield reader
     reader.transport.close()
 

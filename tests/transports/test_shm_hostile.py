@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, PeerLost, Pool
-from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
+from kvferry.transports.base import MAX_MESSAGE_BYTES
 from kvferry.transports.errors import (
     KVTransferError,
     PeerRefusedError,
@@ -42,32 +41,25 @@ from kvferry.transports.shm.hello import (
 from kvferry.transports.shm.sockets import Connection
 from kvferry.transports.streams import FrameReader
 from kvferry.transports.streams import encode_frame as any_frame
-from tests.support.patience import DEADLINE_S
+from tests.support.peers import Node
 
 PAGE = 4096
 GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))
 
 
-class Victim:
+class Victim(Node):
     """A node that listens, and its events."""
 
     def __init__(self) -> None:
-        self.transport = SharedMemoryTransport({"num_guards": 512, "handshake_timeout_s": 0.3})
-        self.arena = self.transport.allocate(PAGE)
-        self.endpoint = self.transport.register(Pool([self.arena.segment]))
+        transport = SharedMemoryTransport({"num_guards": 512, "handshake_timeout_s": 0.3})
+        self.arena = transport.allocate(PAGE)
+        super().__init__(transport, Pool([self.arena.segment]))
         self.address = self.endpoint.listen("")
-        self.seen: list[Event] = []
 
     def dial(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect("\0" + self.address.removeprefix("shm://@"))
         return sock
-
-    def until(self, is_done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_done():
-            assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.endpoint.wait_events(0.02)
 
     def until_dropped(self, sock: socket.socket) -> None:
         sock.setblocking(False)

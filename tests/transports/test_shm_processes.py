@@ -14,18 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.transports import Connected, Guard, PeerLost, Pool, RegionPairs, Segment, TransferEnded
-from kvferry.transports.base import Event
+from kvferry.transports import Guard, PeerLost, Pool, RegionPairs, Segment, TransferEnded
 from kvferry.transports.errors import PeerLostError, PeerRefusedError, StaleRegionError, TransferTimeoutError
 from kvferry.transports.shm import SharedMemoryTransport
 from tests.support.patience import DEADLINE_S
+from tests.support.peers import HELD, Peer, Reader, peers, said
 
-PEER = Path(__file__).parent / "children" / "shm_peer.py"
+PROGRAM = Path(__file__).parent / "children" / "shm_peer.py"
 PART_BYTES = 8 << 20
 NOBODY = 65534
-HELD = Guard(3, 9)
 
-Start = Callable[..., tuple["subprocess.Popen[str]", str]]
+Start = Callable[..., tuple[Peer, str]]
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -33,48 +32,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start a peer process. Returns it, and the first line that it prints."""
-    processes: list[subprocess.Popen[str]] = []
+    with peers() as start_peer:
 
-    def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, str(PEER), *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        assert process.stdout is not None
-        return process, process.stdout.readline().strip()
+        def start(*arguments: str) -> tuple[Peer, str]:
+            return (peer := start_peer(str(PROGRAM), *arguments)), said(peer)
 
-    yield start
-    for process in processes:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.communicate()
+        yield start
 
 
-@pytest.fixture
-def reader() -> Iterator[Reader]:
-    reader = Reader(SharedMemoryTransport())
-    yield reader
-    reader.transport.close()
-
-
-class Reader:
-    """The reading side: a transport with a pool of three parts."""
+class ShmReader(Reader):
+    """The reading side, with a pool of three parts."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
-        self.transport = transport
-        self.arena = transport.allocate(3 * PART_BYTES)
-        self.endpoint = self.transport.register(Pool([self.arena.segment]))
-        self.seen: list[Event] = []
-
-    def until(self, is_done: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_done():
-            assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.endpoint.wait_events(0.1)
-
-    def connect(self, address: str) -> int:
-        peer_id = self.endpoint.start_connect(address, timeout_s=20)
-        self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
-        return peer_id
+        super().__init__(transport, 3 * PART_BYTES)
 
     def start(self, peer_id: int, num_bytes: int, guard: Guard = HELD) -> int:
         starts = np.arange(0, num_bytes, PART_BYTES)
@@ -82,20 +52,14 @@ class Reader:
         return self.endpoint.start_read(peer_id, RegionPairs(table), guard, timeout_s=20)
 
     def read(self, peer_id: int, num_bytes: int, guard: Guard = HELD) -> TransferEnded:
-        transfer_id = self.start(peer_id, num_bytes, guard)
-        self.until(lambda: any(end.transfer_id == transfer_id for end in self.ended()))
-        (ended,) = [end for end in self.ended() if end.transfer_id == transfer_id]
-        return ended
+        return self.end_of(self.start(peer_id, num_bytes, guard))
 
-    def ended(self) -> list[TransferEnded]:
-        return [event for event in self.seen if isinstance(event, TransferEnded)]
 
-    def lost(self) -> list[PeerLost]:
-        return [event for event in self.seen if isinstance(event, PeerLost)]
-
-    def has_pattern(self, num_bytes: int) -> bool:
-        memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)[:num_bytes]
-        return bool(np.array_equal(memory, (np.arange(num_bytes) * 7 % 251).astype(np.uint8)))
+@pytest.fixture
+def reader() -> Iterator[ShmReader]:
+    reader = ShmReader(SharedMemoryTransport())
+    yield reader
+    reader.transport.close()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +67,7 @@ class Reader:
     [("arena", "mapped"), ("foreign", "process_vm_readv"), ("arena+foreign+arena", "process_vm_readv")],
 )
 def test_a_pool_is_read_across_processes(
-    start: Start, reader: Reader, kind: str, mechanism: str, caplog: pytest.LogCaptureFixture
+    start: Start, reader: ShmReader, kind: str, mechanism: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, address = start("serve", kind)
     peer_id = reader.connect(address)
@@ -119,20 +83,20 @@ def test_a_pool_is_read_across_processes(
     assert isinstance(reader.read(peer_id, num_bytes, Guard(3, 10)).error, StaleRegionError)
 
 
-def test_a_killed_peer_is_lost_at_once(start: Start, reader: Reader) -> None:
+def test_a_killed_peer_is_lost_at_once(start: Start, reader: ShmReader) -> None:
     process, address = start("serve", "arena")
     peer_id = reader.connect(address)
     process.kill()
     killed = time.monotonic()
-    reader.until(lambda: bool(reader.lost()))
+    reader.until(lambda: bool(reader.of(PeerLost)))
     assert time.monotonic() - killed < 2.0
-    assert reader.lost()[0].peer_id == peer_id
-    assert isinstance(reader.lost()[0].error, PeerLostError)
+    assert reader.of(PeerLost)[0].peer_id == peer_id
+    assert isinstance(reader.of(PeerLost)[0].error, PeerLostError)
 
 
 @pytest.mark.parametrize("kind", ["arena", "foreign"])
 def test_if_a_peer_is_killed_during_reads_each_of_them_ends_once(
-    start: Start, reader: Reader, kind: str
+    start: Start, reader: ShmReader, kind: str
 ) -> None:
     process, address = start("serve", kind)
     peer_id = reader.connect(address)
@@ -140,32 +104,32 @@ def test_if_a_peer_is_killed_during_reads_each_of_them_ends_once(
     process.kill()
     process.wait()
     started += [reader.start(peer_id, PART_BYTES) for _ in range(3)]
-    reader.until(lambda: bool(reader.lost()))
+    reader.until(lambda: bool(reader.of(PeerLost)))
     assert isinstance(reader.seen[-1], PeerLost)
-    assert sorted(end.transfer_id for end in reader.ended()) == started
-    assert all(end.error is None or isinstance(end.error, PeerLostError) for end in reader.ended())
+    assert sorted(end.transfer_id for end in reader.ends()) == started
+    assert all(end.error is None or isinstance(end.error, PeerLostError) for end in reader.ends())
     if kind == "foreign":
-        assert isinstance(reader.ended()[-1].error, PeerLostError)
+        assert isinstance(reader.ends()[-1].error, PeerLostError)
 
 
 def test_many_threads_read_the_memory_of_one_process_at_once(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, address = start("serve", "foreign")
-    reader = Reader(SharedMemoryTransport({"copy_threads": 8}))
+    reader = ShmReader(SharedMemoryTransport({"copy_threads": 8}))
     try:
         peer_id = reader.connect(address)
         with caplog.at_level(logging.WARNING):
             started = [reader.start(peer_id, 1) for _ in range(2000)]
-            reader.until(lambda: len(reader.ended()) == len(started))
-        assert [end.error for end in reader.ended() if end.error is not None] == []
+            reader.until(lambda: len(reader.ends()) == len(started))
+        assert [end.error for end in reader.ends() if end.error is not None] == []
         assert len(caplog.records) == 1
     finally:
         reader.transport.close()
 
 
 @pytest.mark.parametrize("kind", ["arena", "foreign"])
-def test_a_stopped_peer_can_still_be_read(start: Start, reader: Reader, kind: str) -> None:
+def test_a_stopped_peer_can_still_be_read(start: Start, reader: ShmReader, kind: str) -> None:
     process, address = start("serve", kind)
     peer_id = reader.connect(address)
     process.send_signal(signal.SIGSTOP)
@@ -173,46 +137,46 @@ def test_a_stopped_peer_can_still_be_read(start: Start, reader: Reader, kind: st
     assert reader.has_pattern(PART_BYTES)
 
 
-def test_connecting_to_a_stopped_peer_times_out(start: Start, reader: Reader) -> None:
+def test_connecting_to_a_stopped_peer_times_out(start: Start, reader: ShmReader) -> None:
     process, address = start("serve", "arena")
     process.send_signal(signal.SIGSTOP)
     reader.endpoint.start_connect(address, timeout_s=0.2)
-    reader.until(lambda: bool(reader.lost()), timeout_s=5)
-    assert isinstance(reader.lost()[0].error, TransferTimeoutError)
+    reader.until(lambda: bool(reader.of(PeerLost)), timeout_s=5)
+    assert isinstance(reader.of(PeerLost)[0].error, TransferTimeoutError)
 
 
-def test_a_killed_reader_is_lost_at_once(start: Start, reader: Reader) -> None:
+def test_a_killed_reader_is_lost_at_once(start: Start, reader: ShmReader) -> None:
     process, _ = start("connect", reader.endpoint.listen(""))
     reader.until(lambda: bool(reader.seen))
     process.kill()
     killed = time.monotonic()
-    reader.until(lambda: bool(reader.lost()))
+    reader.until(lambda: bool(reader.of(PeerLost)))
     assert time.monotonic() - killed < 2.0
 
 
-def test_a_peer_that_closes_ends_its_process(start: Start, reader: Reader) -> None:
+def test_a_peer_that_closes_ends_its_process(start: Start, reader: ShmReader) -> None:
     process, address = start("serve", "arena")
     reader.connect(address)
     process.communicate(timeout=20)
     assert process.returncode == 0
-    reader.until(lambda: bool(reader.lost()))
+    reader.until(lambda: bool(reader.of(PeerLost)))
 
 
 @needs_root
-def test_a_listener_of_another_user_is_refused(start: Start, reader: Reader) -> None:
+def test_a_listener_of_another_user_is_refused(start: Start, reader: ShmReader) -> None:
     _, address = start("serve", "arena", str(NOBODY))
     reader.endpoint.start_connect(address, timeout_s=20)
-    reader.until(lambda: bool(reader.lost()))
-    assert isinstance(reader.lost()[0].error, PeerRefusedError)
-    assert str(NOBODY) in str(reader.lost()[0].error)
+    reader.until(lambda: bool(reader.of(PeerLost)))
+    assert isinstance(reader.of(PeerLost)[0].error, PeerRefusedError)
+    assert str(NOBODY) in str(reader.of(PeerLost)[0].error)
 
 
 @needs_root
 def test_a_connection_from_another_user_is_refused(
-    start: Start, reader: Reader, caplog: pytest.LogCaptureFixture
+    start: Start, reader: ShmReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = reader.endpoint.listen("")
-    command = [sys.executable, str(PEER), "read", address, str(NOBODY)]
+    command = [sys.executable, str(PROGRAM), "read", address, str(NOBODY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         reader.until(lambda: process.poll() is not None)
         assert process.stdout is not None
@@ -224,7 +188,7 @@ def test_a_connection_from_another_user_is_refused(
 @needs_root
 def test_an_allowed_user_is_served(start: Start) -> None:
     _, address = start("serve", "arena", str(NOBODY))
-    reader = Reader(SharedMemoryTransport({"allowed_uids": [NOBODY]}))
+    reader = ShmReader(SharedMemoryTransport({"allowed_uids": [NOBODY]}))
     try:
         assert reader.read(reader.connect(address), PART_BYTES).error is None
         assert reader.has_pattern(PART_BYTES)
@@ -239,7 +203,7 @@ def test_memory_that_may_not_be_read_is_a_clear_error() -> None:
     values = np.ones(PART_BYTES, dtype=np.uint8)
     endpoint = transport.register(Pool([Segment(values.ctypes.data, PART_BYTES)]))
     transport.guards.set(3, 9)
-    command = [sys.executable, str(PEER), "read", endpoint.listen(""), str(NOBODY)]
+    command = [sys.executable, str(PROGRAM), "read", endpoint.listen(""), str(NOBODY)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as process:
             deadline = time.monotonic() + DEADLINE_S

@@ -26,6 +26,7 @@ from kvferry.transports import Connected, Guard, PeerLost, ServedPool, Transport
 from kvferry.transports.errors import ProtocolError, StaleRegionError, TransferTimeoutError
 from kvferry.transports.sums import SUM_BYTES
 from kvferry.transports.testing import Link, Node, TransportConformance, World, pairs_of
+from tests.support.peers import peers, said
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "writing-a-transport.md").read_text()
 PAGE = 4096
@@ -112,26 +113,18 @@ def test_the_page_reads_between_processes_and_notices_that_the_owner_is_killed(
     world: World, installed: Path
 ) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *filter(None, sys.path)])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            node: Node = world.node(POOL_BYTES)
-            peer_id = node.endpoint.start_connect(process.stdout.readline().strip(), timeout_s=20)
-            world.serve(lambda: bool(node.history))
-            transfer_id = node.endpoint.start_read(
-                peer_id, pairs_of((1, 0, POOL_BYTES - 1)), HELD, timeout_s=20
-            )
-            world.serve(lambda: bool(node.ends_of(transfer_id)))
-            assert node.ends_of(transfer_id)[0].error is None
-            expected = (np.arange(POOL_BYTES - 1) * 7 % 251).astype(np.uint8)
-            assert np.array_equal(node.memory()[1:], expected)
-            process.kill()
-            world.serve(lambda: bool(node.of_type(PeerLost)))
-        finally:
-            process.kill()
+    with peers(env=env) as start:
+        process = start("-c", SERVER)
+        node: Node = world.node(POOL_BYTES)
+        peer_id = node.endpoint.start_connect(said(process), timeout_s=20)
+        world.serve(lambda: bool(node.history))
+        transfer_id = node.endpoint.start_read(peer_id, pairs_of((1, 0, POOL_BYTES - 1)), HELD, timeout_s=20)
+        world.serve(lambda: bool(node.ends_of(transfer_id)))
+        assert node.ends_of(transfer_id)[0].error is None
+        expected = (np.arange(POOL_BYTES - 1) * 7 % 251).astype(np.uint8)
+        assert np.array_equal(node.memory()[1:], expected)
+        process.kill()
+        world.serve(lambda: bool(node.of_type(PeerLost)))
 
 
 def _backend(node: Node) -> Any:

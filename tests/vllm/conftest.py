@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo import vllm_server
-from kvferry.lab.demo.launcher import run_program
 from kvferry.lab.demo.near_tie import Expectation, assert_same_answer, tolerance_of
+from kvferry.lab.servers import OFFLINE, run_program
 from tests.support.engine_process import Answer, Node
 from tests.support.zygote import Zygote
 
@@ -50,7 +49,7 @@ NUM_BLOCKS = 128
 MAX_NUM_SEQS = 4
 
 #: The engine computes in the node's own process.
-ENVIRONMENT = {**vllm_server.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENVIRONMENT = {**OFFLINE, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

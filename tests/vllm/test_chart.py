@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.vllm_server import ENVIRONMENT
+from kvferry.lab.servers import OFFLINE
 from kvferry.transports.testing.certificates import Authority
 from tests.support.client import wait_until
 from tests.support.deployments import EXAMPLES, helm, ready_roles, render, running_pods
@@ -37,7 +37,7 @@ def test_the_rendered_commands_of_vllm_are_a_pair_that_answers(
     model = write_tiny_model(tmp_path / "model", head_dim=32)  # the smallest for vLLM's CPU attention
     values = {
         "extraArgs": [*ARGUMENTS, "--num-gpu-blocks-override=64"],
-        "extraEnv": [{"name": name, "value": value} for name, value in ENVIRONMENT.items()],
+        "extraEnv": [{"name": name, "value": value} for name, value in OFFLINE.items()],
     }
     own = tmp_path / "values.json"
     own.write_text(json.dumps({"prefill": values, "decode": values, "drain": {"delaySeconds": 0}}))

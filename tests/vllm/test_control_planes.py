@@ -15,10 +15,16 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
 from kvferry.lab.demo.near_tie import assert_same_answer
-from kvferry.lab.demo.vllm_router import find_program, start_vllm_router
-from kvferry.lab.demo.vllm_server import KVFERRY, ask_vllm_alone, start_vllm
+from kvferry.lab.demo.vllm_server import ask_vllm_alone
+from kvferry.lab.servers import (
+    KVFERRY,
+    LaunchedProcess,
+    Launcher,
+    find_vllm_router,
+    start_vllm,
+    start_vllm_router,
+)
 from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar
 from tests.support.vllm_servers import LOADS, Server, logprobs_of
 
@@ -32,7 +38,7 @@ ARGUMENTS = (
 MAX_TOKENS = 8
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 3
 needs_vllm_router = pytest.mark.skipif(
-    find_program() is None, reason="vllm-router is not installed; `make control-planes` gets it"
+    find_vllm_router() is None, reason="vllm-router is not installed; `make control-planes` gets it"
 )
 
 
@@ -78,9 +84,7 @@ def pair(model: Path) -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def router(pair: Pair) -> Iterator[LaunchedProcess]:
     with Launcher() as launcher:
-        router = start_vllm_router(launcher, "vllm-router", [pair.prefill], [pair.decode])
-        launcher.wait_ready([router], START_S)
-        yield router
+        yield start_vllm_router(launcher, "vllm-router", [pair.prefill], [pair.decode]).wait_ready(START_S)
 
 
 def host_of(server: LaunchedProcess) -> str:

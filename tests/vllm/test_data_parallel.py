@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -85,8 +84,7 @@ class Server:
 def server(model):
     with Launcher() as launcher:
         transfer = {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": OPTIONS}
-        process = start_vllm(launcher, "server", str(model), ARGUMENTS, transfer)
-        launcher.wait_ready([process], START_S)
+        process = start_vllm(launcher, "server", str(model), ARGUMENTS, transfer).wait_ready(START_S)
         yield Server(process)
 
 

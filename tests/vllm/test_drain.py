@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.servers import KVFERRY, Launcher, start_vllm
 from tests.support.client import children_of, wait_until
 from tests.support.vllm_servers import LOADS, Server
 from tests.vllm.test_servers import ARGUMENTS, OPTIONS, START_S

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import pytest
 import requests
 
-from kvferry.lab.demo.launcher import Launcher, free_port
-from kvferry.lab.demo.vllm_server import start_vllm
+from kvferry.lab.servers import Launcher, free_port, start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.vllm_servers import Server
 from tests.vllm.test_moved_answers import ARGUMENTS, START_S

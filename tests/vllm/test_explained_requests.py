@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.explain import ask
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
 from kvferry.web.explain import Told, tell
 from tests.support.slow_vllm_connector import FOLDER_VARIABLE, SLOW_S
 

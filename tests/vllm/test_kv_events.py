@@ -9,18 +9,17 @@ import random
 import aiohttp
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, free_port
-from kvferry.lab.demo.vllm_server import ARGUMENTS, start_vllm
 from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import VLLM_ARGUMENTS, Launcher, free_port, start_vllm
 from kvferry.router.kv_events import EventFollower
 from kvferry.router.nodes import NodePool
 from kvferry.router.prefixes import Prefixes, keys_of
+from tests.support.patience import until
 from tests.support.vllm_servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 START_S = 400.0
-DEADLINE_S = 30.0
 #: Blocks of the pool, of which one is the null block.
 NUM_BLOCKS, BLOCK_SIZE = 17, 32
 
@@ -34,18 +33,11 @@ def server():
         "replay_endpoint": f"tcp://*:{free_port()}",
         "topic": "kv",
     }
-    arguments = [*ARGUMENTS, "--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
+    arguments = [*VLLM_ARGUMENTS, "--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
     arguments += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "512"]
     with Launcher() as launcher:
-        process = start_vllm(launcher, "server", str(default_model_folder()), arguments)
-        launcher.wait_ready([process], START_S)
+        process = start_vllm(launcher, "server", str(default_model_folder()), arguments).wait_ready(START_S)
         yield Server(process)
-
-
-async def until(is_so):
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
-            await asyncio.sleep(0.02)
 
 
 async def test_the_index_is_the_servers_prefix_cache(server):

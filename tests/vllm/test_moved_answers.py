@@ -13,9 +13,8 @@ from operator import attrgetter
 
 import pytest
 
-from kvferry.lab.demo.launcher import run_program
-from kvferry.lab.demo.vllm_server import KVFERRY
-from tests.support.chaos.services import Service, reserved_port
+from kvferry.lab.servers import KVFERRY, run_program
+from tests.support.chaos.services import Service
 from tests.support.losses import NUM_LOSSES, SEED, START_S, Fleet, learn, lose_nodes
 from tests.support.vllm_servers import Server, VllmService
 
@@ -56,10 +55,7 @@ def servers(model, request):
         transfer = {**KVFERRY, "kv_connector_extra_config": {"transport": request.param}}
         found = []
         for name in ("prefill", "decode 1", "decode 2"):
-            port = stack.enter_context(reserved_port())
-            found.append(VllmService(name, model, ARGUMENTS, transfer, port))
-            found[-1].start()
-            stack.callback(found[-1].close)
+            found.append(stack.enter_context(VllmService(name, model, ARGUMENTS, transfer)))
         for server in found:
             server.wait_ready(START_S)
         yield found
@@ -91,17 +87,13 @@ def start_fleet(tmp_path):
     with ExitStack() as stack:
 
         def start(servers, mortals, options, *more):
-            port = stack.enter_context(reserved_port())
             urls = [
                 word
                 for option, server in zip(options, servers, strict=True)
                 for word in (option, server.process.url)
             ]
-            router = Service(
-                "router", run_program, "router", (*urls, *CHECKS, *more), port, tmp_path, tmp_path
-            )
-            router.start()
-            stack.callback(router.close)
+            router = Service("router", run_program, "router", (*urls, *CHECKS, *more), tmp_path, tmp_path)
+            stack.enter_context(router)
             router.wait_ready(START_S)
             fleet = Fleet(servers, mortals, router, tmp_path / "router (1).log")
             fleet.await_ready()

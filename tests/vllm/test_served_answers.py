@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import KVFERRY, Launcher, start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server, logprobs_of
 

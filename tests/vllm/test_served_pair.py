@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
 from kvferry.lab.demo.report import Way
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import KVFERRY, Launcher, start_vllm
 from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

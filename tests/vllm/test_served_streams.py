@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher, free_port
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.servers import KVFERRY, Launcher, free_port, start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import scale_tensor
 from tests.support.vllm_servers import USAGE as USAGE_OF_CACHE
@@ -165,8 +164,7 @@ def test_servers_with_other_weights_share_no_answer(launcher, servers, other, re
 
 def test_a_decode_server_is_refused_as_a_prefill_server(launcher, servers, other):
     _, (prefill, decode) = servers
-    router = launcher.start_router("of two roles", [prefill, other], [decode])
-    launcher.wait_ready([router], START_S)
+    router = launcher.start_router("of two roles", [prefill, other], [decode]).wait_ready(START_S)
     client = Client(router)
     wait_until(lambda: "unknown" not in states(client))
     assert states(client) == ["ready", "refused", "ready"]
@@ -182,8 +180,7 @@ def test_a_decode_server_is_refused_as_a_prefill_server(launcher, servers, other
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_offer_of_a_refused_stream_is_released_before_its_lease_ends(launcher, servers, others, path):
     _, (prefill, _) = servers
-    router = launcher.start_router("failing", [prefill], [others["fail"]])
-    launcher.wait_ready([router], START_S)
+    router = launcher.start_router("failing", [prefill], [others["fail"]]).wait_ready(START_S)
     wait_until(lambda: states(Client(router)) == ["ready", "ready"])
     # Servers that recompute what they refuse tell no router, so offers of earlier tests stay until their leases end.
     Server(prefill).wait_for(USAGE_OF_CACHE, lambda usage: usage == 0)

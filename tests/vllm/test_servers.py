@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
-from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
+from kvferry.lab.servers import KVFERRY, Launcher, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
 from tests.support.vllm_servers import FAILURES, LOADS, Reply, Server
 

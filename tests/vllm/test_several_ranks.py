@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.lab.demo.launcher import Launcher
-from kvferry.lab.demo.vllm_server import ARGUMENTS, start_vllm
+from kvferry.lab.servers import VLLM_ARGUMENTS, Launcher, start_vllm
 from tests.support.many_handoffs import CHUNK_TOKENS, NUM_HANDOFFS, SHAPES, hand_over_many
 from tests.support.vllm_servers import Server
 
@@ -28,10 +27,9 @@ def test_no_handoff_waits_for_a_deadline(shape, tmp_path):
     chunks = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
     with Launcher() as launcher:
         nodes = [
-            start_vllm(launcher, "prefill", model, (*ARGUMENTS, *chunks, *_ranks(shape[0]))),
-            start_vllm(launcher, "decode", model, (*ARGUMENTS, *_ranks(shape[1]))),
+            start_vllm(launcher, "prefill", model, (*VLLM_ARGUMENTS, *chunks, *_ranks(shape[0]))),
+            start_vllm(launcher, "decode", model, (*VLLM_ARGUMENTS, *_ranks(shape[1]))),
         ]
         launcher.wait_ready(nodes, START_S)
-        router = launcher.start_router("router", [nodes[0]], [nodes[1]])
-        launcher.wait_ready([router], START_S)
+        router = launcher.start_router("router", [nodes[0]], [nodes[1]]).wait_ready(START_S)
         hand_over_many(Server(router), Server(nodes[0]), Server(nodes[1]))

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.launcher import run_program
-from kvferry.lab.demo.vllm_server import KVFERRY, ask_vllm_alone
+from kvferry.lab.demo.vllm_server import ask_vllm_alone
+from kvferry.lab.servers import KVFERRY, run_program
 from tests.support.chaos.fleet import TIMING, Fleet
 from tests.support.chaos.sampling import num_loads, read
-from tests.support.chaos.services import reserved_port
 from tests.support.chaos.soak import Engine, Soak
 from tests.support.client import Client
 from tests.support.vllm_servers import LOADS, Server, VllmService
@@ -59,7 +58,7 @@ class VllmFleet(Fleet):
     def _node(self, name, role, arguments):
         options = {"transport": self._transport, **TIMING}
         transfer = {**KVFERRY, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": options}
-        return VllmService(name, self._model, ARGUMENTS, transfer, self._port())
+        return VllmService(name, self._model, ARGUMENTS, transfer)
 
 
 def hands_over(prefill, decode, prompt):
@@ -71,11 +70,8 @@ def hands_over(prefill, decode, prompt):
 
 @pytest.fixture
 def single(model, tmp_path):
-    with reserved_port() as port:
-        service = VllmService("single", model, ARGUMENTS, None, port)
-        service.start()
+    with VllmService("single", model, ARGUMENTS, None) as service:
         yield service
-        service.close()
 
 
 @pytest.fixture

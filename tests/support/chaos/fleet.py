@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from kvferry.lab.demo.launcher import Spawn
+from kvferry.lab.servers import Spawn
 
 from .schedule import Fault, Kind
 from .services import Service, reserved_port
@@ -82,8 +81,7 @@ class Fleet:
     def start(self) -> None:
         """Start every service, and wait until all are ready."""
         for service in self.services.values():
-            service.start()
-            self._resources.callback(service.close)
+            self._resources.enter_context(service)
         self._resources.callback(self._terminate)
         self.wait_ready()
 
@@ -143,7 +141,7 @@ class Fleet:
         address = _option_words(self._address(folder))
         # A drain waits for paused peers. Keep it short, because the run waits for the node.
         words = ("--role", role, "--drain-timeout-s", "5", *arguments, *address)
-        return Service(name, self._spawn, "serve", words, self._port(), folder)
+        return Service(name, self._spawn, "serve", words, folder)
 
     def _router(self, name: str, arguments: Sequence[str]) -> Service:
         nodes = [("--prefill", node) for node in self.prefills] + [
@@ -151,7 +149,7 @@ class Fleet:
         ]
         urls = [word for option, node in nodes for word in (option, f"http://127.0.0.1:{node.port}")]
         words = (*urls, "--check-interval-s", "0.25", "--drain-timeout-s", "3", *arguments)
-        return Service(name, self._spawn, "router", words, self._port(), self._folder / name)
+        return Service(name, self._spawn, "router", words, self._folder / name)
 
     def _address(self, folder: Path) -> list[str]:
         """Return the option for the fixed address of a node's transport. Empty if the transport chooses one."""
@@ -169,12 +167,7 @@ class Fleet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._resources.close()
 
 

@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .services import Service, family_of
+from .services import Service
 
 #: A paused service says nothing.
 PATIENCE_S = 1.0
@@ -75,12 +74,7 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
 
@@ -97,7 +91,7 @@ class Sampler:
 
     def _sampled(self, service: Service) -> Sample:
         process = service.process
-        roots = [Path(f"/proc/{pid}") for pid in family_of(process.pid)]
+        roots = [Path(f"/proc/{pid}") for pid in process.pids]
         memory_kib = sum(_pss_kib((root / "smaps_rollup").read_text()) for root in roots)
         # Not `process.url`, which a process that was started again has told to nothing that reads it.
         values = _metrics_of(f"http://127.0.0.1:{service.port}")

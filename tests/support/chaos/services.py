@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kvferry.lab.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
-from tests.support.client import children_of
+from kvferry.lab.servers import LaunchedProcess, Launcher, LaunchError, Spawn
 
 #: Seconds from SIGTERM to a node's end: its drain, its engine's shutdown, and a reserve for busy machines.
 END_TIMEOUT_S = 30.0
@@ -48,12 +47,16 @@ class Holdings:
 
 
 class Service:
-    """A name, a command and a port in a fleet, and the process that currently runs there.
+    """A name, a command and a port in a fleet, and the process that runs there.
+
+    It keeps its port until it is closed: `with Service(...) as service: ...`.
 
     Args:
         folder: The folder of its socket file, if it has one. It is renamed while the service is cut off.
         logs: The folder for whole logs. None: only their ends are kept.
     """
+
+    process: LaunchedProcess
 
     def __init__(
         self,
@@ -61,26 +64,27 @@ class Service:
         spawn: Spawn,
         script: str,
         arguments: Sequence[str],
-        port: int,
         folder: Path,
         logs: Path | None = None,
     ) -> None:
         self.name = name
-        self.port = port
-        self._spawn = spawn
-        self._command = (script, *arguments, "--port", str(port))
+        self._resources = ExitStack()
+        self.port = self._resources.enter_context(reserved_port())
+        self._command = (script, *arguments, "--port", str(self.port))
         self._folder = folder
-        self._logs = logs
-        self._life: Launcher
-        self.process: LaunchedProcess
+        self._launcher = self._resources.enter_context(Launcher(spawn, logs))
         self._num_lives = 0
         self._ended_logs: list[str] = []
 
     def start(self) -> None:
         """Start a process. Returns at once."""
         self._num_lives += 1
-        self._life = Launcher(self._spawn, self._logs)
-        self.process = self._launch(self._life, f"{self.name} ({self._num_lives})")
+        name = f"{self.name} ({self._num_lives})"
+        if self._num_lives == 1:
+            self.process = self._launch(self._launcher, name)
+        else:
+            self._ended_logs.append(self._log_tail)
+            self.process.restart(name)
 
     def _launch(self, launcher: Launcher, name: str) -> LaunchedProcess:
         return launcher.start(name, *self._command)
@@ -91,7 +95,7 @@ class Service:
         Raises:
             LaunchError: It failed, ended, or was not ready within `timeout_s`.
         """
-        self._life.wait_ready([self.process], timeout_s)
+        self.process.wait_ready(timeout_s)
 
     @property
     def logs(self) -> str:
@@ -115,7 +119,6 @@ class Service:
 
     def kill(self) -> None:
         self.process.kill()
-        self._note_end()
 
     def terminate(self) -> None:
         """Send SIGTERM, as a service manager would."""
@@ -131,28 +134,23 @@ class Service:
         # Killed by the signal if it had not installed its handler yet, of which vLLM's own parent process says 143.
         if status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             raise LaunchError(f"{self.process.name} ended with {status}; its log:\n{self.process.log_tail}")
-        self._note_end()
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self.process.freeze()
 
     def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self.process.thaw()
 
     def cut_off(self) -> None:
         """Rename its socket's folder, so that no peer can connect. Do nothing if it is not ready yet."""
-        if self._serves():
+        self.process.read_reports()
+        if self.process.is_ready:
             self._folder.rename(self._cut_folder)
 
     def join_again(self) -> None:
         """Undo `cut_off`."""
         if self._cut_folder.exists():
             self._cut_folder.rename(self._folder)
-
-    def _serves(self) -> bool:
-        while select.select([self.process], [], [], 0)[0]:
-            self.process.read_report()
-        return self.process.is_ready
 
     @property
     def _cut_folder(self) -> Path:
@@ -162,7 +160,7 @@ class Service:
 
     def holdings(self) -> Holdings:
         """Count the resources of the process and of those that it has started."""
-        roots = [Path(f"/proc/{pid}") for pid in family_of(self.process.pid)]
+        roots = [Path(f"/proc/{pid}") for pid in self.process.pids]
         mapped = [line for root in roots for line in (root / "maps").read_text().splitlines()]
         return Holdings(
             num_threads=sum(1 for root in roots for _ in (root / "task").iterdir()),
@@ -173,7 +171,7 @@ class Service:
     def inventory(self) -> str:
         """Say what `holdings` counts, and the end of the log: for a report of a leak."""
         lines = []
-        for pid in family_of(self.process.pid):
+        for pid in self.process.pids:
             root = Path(f"/proc/{pid}")
             threads = [(each / "comm").read_text().strip() for each in (root / "task").iterdir()]
             sockets = _tcp_sockets(root)
@@ -188,11 +186,15 @@ class Service:
 
     def close(self) -> None:
         """End the process, with SIGTERM first."""
-        self._life.close()
+        self._resources.close()
 
-    def _note_end(self) -> None:
-        self._ended_logs.append(self._log_tail)
-        self._life.close()
+    def __enter__(self) -> Self:
+        """Start it."""
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _tcp_sockets(root: Path) -> dict[str, str]:
@@ -203,8 +205,3 @@ def _tcp_sockets(root: Path) -> dict[str, str]:
         local, remote = (int(word.partition(":")[2], 16) for word in words[1:3])
         found[f"socket:[{words[9]}]"] = f"TCP {local} to {remote}, state {words[3]}"
     return found
-
-
-def family_of(pid: int) -> list[int]:
-    """Return the ids of a process and of its descendants."""
-    return [pid, *(each for child in children_of(pid) for each in family_of(child))]

