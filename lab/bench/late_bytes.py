@@ -30,15 +30,14 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.lab.moving.contender import TIMEOUT_S, Contender, Setup
+from kvferry.lab.moving.field import nixl_pair, ours
+from kvferry.lab.moving.nixl import Agent
+from kvferry.lab.moving.ours import GUARD, Node
+from kvferry.lab.moving.processes import Child, FailedError, begin
+from kvferry.lab.moving.report import machine
+from kvferry.lab.moving.rounds import require_installed
 from kvferry.transports import Connected, PeerLost, RegionPairs, TransferEnded
-
-from .moving.contender import TIMEOUT_S, Contender, Setup
-from .moving.field import nixl_pair, ours
-from .moving.nixl import Agent
-from .moving.ours import GUARD, Node
-from .moving.processes import Child, FailedError, begin
-from .moving.report import machine
-from .moving.rounds import require_installed
 
 _POOL_BYTES = 24 << 20
 _REGION_BYTES = 256 << 10

@@ -21,14 +21,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvferry.lab.moving.contender import Contender
+from kvferry.lab.moving.field import MEMCPY, SOCKETS, all_contenders, ours
+from kvferry.lab.moving.report import json_lines, machine, table
+from kvferry.lab.moving.results import results_of
+from kvferry.lab.moving.rounds import measure
+from kvferry.lab.moving.shapes import Shape, shapes_of
 from kvferry.transports.testing.certificates import Authority
-
-from .moving.contender import Contender
-from .moving.field import MEMCPY, SOCKETS, all_contenders, ours
-from .moving.report import json_lines, machine, table
-from .moving.results import results_of
-from .moving.rounds import measure
-from .moving.shapes import Shape, shapes_of
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.bench.moving.contender import Contender
-from kvferry.lab.bench.moving.memory import MemcpyReader, own_nothing
-from kvferry.lab.bench.moving.processes import Timing
-from kvferry.lab.bench.moving.report import table
-from kvferry.lab.bench.moving.results import results_of
-from kvferry.lab.bench.moving.rounds import Measured
-from kvferry.lab.bench.moving.shapes import Shape
+from kvferry.lab.moving.contender import Contender
+from kvferry.lab.moving.memory import MemcpyReader, own_nothing
+from kvferry.lab.moving.processes import Timing
+from kvferry.lab.moving.report import table
+from kvferry.lab.moving.results import results_of
+from kvferry.lab.moving.rounds import Measured
+from kvferry.lab.moving.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 
