@@ -26,8 +26,7 @@ from aiohttp import web
 
 from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
 from kvferry.lab.demo.vllm_router import find_program, start_program
-
-from .moving.report import machine
+from kvferry.lab.machine import about
 
 #: Connections that send one request after the other.
 NUM_CLIENTS = 32
@@ -346,7 +345,7 @@ def main() -> None:
     results = asyncio.run(run(args))
     print("\n".join(table(results)))
     if args.json:
-        found = {"machine": machine(), "results": [asdict(each) for each in results]}
+        found = {"machine": about(), "results": [asdict(each) for each in results]}
         args.json.write_text(json.dumps(found, indent=1))
 
 

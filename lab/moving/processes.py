@@ -1,31 +1,33 @@
-"""The two processes of a contender, which are stopped while others are measured."""
+"""The two processes of a contender, because a library of the network that fails may abort its process."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from typing import Any
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Final, Self
 
 from kvferry.transports import RegionPairs
 
-from .contender import TIMEOUT_S, Contender, Reader, Setup
+from .contender import Contender, FailedError, Reader, Route, Setup
 
-_PR_SET_PDEATHSIG = 1
+#: Longest time in seconds in which a process imports a transport and opens it, or reads a batch.
+ANSWER_TIMEOUT_S: Final = 60.0
 
-_spawning = multiprocessing.get_context("spawn")
+_PR_SET_PDEATHSIG: Final = 1
 
-
-class FailedError(Exception):
-    """A contender could not be started, or failed. The others continue without it."""
+#: Forks from a process that has imported what every end needs. No end inherits what libraries did in another one.
+_starting = multiprocessing.get_context("forkserver")
+_starting.set_forkserver_preload(["kvferry.lab.moving.ends"])
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,14 @@ class Timing:
 
 
 class Child:
-    """A process that sends a message when it is ready, and ends when it receives anything but work."""
+    """A process that sends and receives messages, and ends when it receives None."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._connection, theirs = _spawning.Pipe()
-        self._process: SpawnProcess = _spawning.Process(target=work, args=(*arguments, theirs), daemon=True)
+        """Start it. It calls `work` with the arguments and its end of the connection."""
+        self._connection, theirs = _starting.Pipe()
+        self._process: ForkServerProcess = _starting.Process(
+            target=_run, args=(work, arguments, theirs), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -50,42 +55,45 @@ class Child:
     def pid(self) -> int:
         return self._process.pid or 0
 
-    def ask(self, question: Any) -> Any:
-        """Send a question and wait for the answer. Raises FailedError: see `answer`."""
-        try:
-            self._connection.send(question)
-        except OSError as error:
-            raise FailedError("its process ended") from error
-        return self.answer()
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
-    def answer(self) -> Any:
+    def ask(self, question: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """Send a question and wait for the answer. Raises FailedError: see `answer`."""
+        with suppress(OSError):  # it ended; `answer` says how
+            self._connection.send(question)
+        return self.answer(timeout_s)
+
+    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """Return what the process sends next.
 
         Raises:
-            FailedError: it sent nothing within twice `TIMEOUT_S`, ended, or reported an error.
+            FailedError: it sent nothing in time, ended, or reported an error.
         """
-        if not self._connection.poll(2 * TIMEOUT_S):
-            raise FailedError(f"timed out after {2 * TIMEOUT_S:g} s waiting for its process")
+        if not self._connection.poll(timeout_s):
+            raise FailedError(f"timed out after {timeout_s:g} s waiting for its process")
         try:
             answer = self._connection.recv()
-        except EOFError:
-            raise FailedError("its process ended") from None
-        if isinstance(answer, Exception):
-            raise FailedError(f"{type(answer).__name__}: {answer}") from answer
+        except (OSError, EOFError):
+            self._process.join(5)
+            code = self._process.exitcode or 0
+            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise FailedError(f"its process {how}") from None
+        if isinstance(answer, FailedError):
+            raise answer
         return answer
 
     def signal(self, number: int) -> None:
-        if self._process.is_alive():
+        if self.is_alive:
             os.kill(self.pid, number)
 
     def close(self) -> None:
         """Ask the process to end; if it does not, kill it."""
         self.signal(signal.SIGCONT)
-        try:
+        with suppress(OSError):
             self._connection.send(None)
-        except OSError:
-            pass
-        self._process.join(5)
+        self._process.join(2)
         self.kill()
 
     def kill(self) -> None:
@@ -97,34 +105,40 @@ class Child:
 
 
 class Running:
-    """The two processes of a contender. They run only during its batches."""
+    """The two processes of a contender, which run only during its batches.
 
-    def __init__(self, contender: Contender, pool_bytes: int) -> None:
-        """Start both.
+    Attributes:
+        route: How the reader reached the owner.
+    """
+
+    def __init__(self, contender: Contender, pool_bytes: int, address: str = "") -> None:
+        """Start both, or only the reader if the owner serves at an address already.
 
         Raises:
             FailedError: one of them could not be started. Neither runs any more.
         """
         setup = Setup(pool_bytes, contender.options)
         with ExitStack() as stack:
-            self._owner = Child(_own, contender, setup)
-            stack.callback(self._owner.close)
-            address = self._owner.answer()
-            self._reader = Child(_read, contender, setup, address, self._owner.pid)
-            stack.callback(self._reader.close)
-            self._reader.answer()
+            self._children: list[Child] = []
+            for work in (read,) if address else (read, own):  # both import their libraries at the same time
+                child = Child(work, contender, setup)
+                stack.callback(child.close)
+                self._children.append(child)
+            self._reader, *owners = self._children
+            found = (address, 0) if address else (owners[0].answer(), owners[0].pid)
+            self.route: Route = self._reader.ask(found)
             self._signal(signal.SIGSTOP)
             self._stack = stack.pop_all()
 
     def _signal(self, number: int) -> None:
-        for child in (self._owner, self._reader):
+        for child in self._children:
             child.signal(number)
 
     def batch(self, reads: Sequence[RegionPairs]) -> list[Timing]:
         """Let both run, do the reads one after the other, and stop them again.
 
         Raises:
-            FailedError: a read failed, took longer than `TIMEOUT_S`, or delivered wrong bytes.
+            FailedError: a read failed, took too long, or delivered wrong bytes.
         """
         self._signal(signal.SIGCONT)
         timings: list[Timing] = self._reader.ask([pairs.table for pairs in reads])
@@ -135,38 +149,48 @@ class Running:
         """End both. Idempotent."""
         self._stack.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 # -- in the processes --------------------------------------------------------------------------------
 
 
-def begin(contender: Contender) -> None:
-    """Make sure that this process ends with its parent, even while it is stopped, and prints nothing."""
+def _run(work: Callable[..., None], arguments: Sequence[Any], parent: Connection) -> None:
+    """Be a child: end with the parent, even while stopped, and print nothing, since libraries write to our terminal."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(contender.environment)
+    logging.disable()
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(silence, stream.fileno())
+    with suppress(EOFError, OSError):  # the parent has ended
+        try:
+            work(*arguments, parent)
+        except Exception as error:  # noqa: BLE001 - the parent reports it
+            parent.send(FailedError.of(error))
 
 
-def _own(contender: Contender, setup: Setup, parent: Connection) -> None:
-    begin(contender)
-    try:
-        contender.owner(setup, parent)
-    except Exception as error:  # noqa: BLE001 - the parent reports it
-        parent.send(RuntimeError(repr(error)))
+def own(contender: Contender, setup: Setup, parent: Connection) -> None:
+    """Be the owner: send the address, and serve."""
+    os.environ.update(contender.environment)
+    contender.owner(setup, parent)
 
 
-def _read(contender: Contender, setup: Setup, address: Any, owner_pid: int, parent: Connection) -> None:
-    begin(contender)
-    try:
-        reader = contender.reader(setup, address)
-        parent.send("ready")
-        while (tables := parent.recv()) is not None:
-            parent.send([_timed(reader, RegionPairs(table), owner_pid) for table in tables])
-        reader.close()
-    except Exception as error:  # noqa: BLE001 - the parent reports it
-        parent.send(RuntimeError(repr(error)))
+def read(contender: Contender, setup: Setup, parent: Connection) -> None:
+    """Be the reader: receive the owner's address and process id, send the route, and answer reads with their timings."""
+    os.environ.update(contender.environment)
+    if (found := parent.recv()) is None:
+        return
+    address, owner_pid = found
+    reader = contender.reader(setup, address)
+    parent.send(reader.route)
+    while (tables := parent.recv()) is not None:
+        parent.send([_timed(reader, RegionPairs(table), owner_pid) for table in tables])
+    reader.close()
 
 
 def _timed(reader: Reader, pairs: RegionPairs, owner_pid: int) -> Timing:
@@ -178,5 +202,8 @@ def _timed(reader: Reader, pairs: RegionPairs, owner_pid: int) -> Timing:
 
 
 def _cpu_seconds(owner_pid: int) -> float:
-    """Return the processor time of this process and the owner's. Linux derives the id of a process's clock from its pid."""
-    return time.process_time() + time.clock_gettime((~owner_pid << 3) | 2)
+    """Return the processor time of this process and, if it is on this host, the owner's.
+
+    Linux derives the id of a process's clock from its process id.
+    """
+    return time.process_time() + (time.clock_gettime((~owner_pid << 3) | 2) if owner_pid else 0.0)

@@ -1,70 +1,117 @@
-"""Report the results as a table and as JSON lines."""
+"""Compute the figures from the measurements, and report them as a table and as JSON lines."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 
-from kvferry.transports.copying import IS_COMPILED
-
-from .results import Result
-
-Machine = Mapping[str, object]
-
-
-def machine() -> Machine:
-    """Describe the machine and the versions that the figures depend on."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(": ")[2] for line in info if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "kernel": platform.release(),
-        "huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "shared_huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-        "congestion_control": _chosen("/proc/sys/net/ipv4/tcp_congestion_control"),
-        "python": platform.python_version(),
-        "kvferry": importlib.metadata.version("kvferry"),
-        "copy_loop": "compiled" if IS_COMPILED else "python",
-    }
+from .contender import Contender
+from .field import MEMCPY, SOCKETS
+from .processes import Timing
+from .rounds import Measured
+from .shapes import Shape
 
 
-def _chosen(path: str) -> str:
-    """Return the value of a kernel setting; of several choices, the one in brackets."""
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return "unknown"
-    return text.partition("[")[2].partition("]")[0] or text
+@dataclass(frozen=True)
+class Result:
+    """The figures of one contender for one shape.
+
+    Attributes:
+        to_memcpy: Speed relative to memcpy in the same round; median over rounds, 0 if memcpy was not measured.
+        to_memcpy_quartiles: First and third quartile of the same ratio.
+        to_sockets: Speed relative to plain sockets, likewise.
+        twin: The contender that it is compared with; empty if none.
+        to_twin: Speed relative to the twin, likewise; 0 if there is none or it was not measured.
+        cpu_s_per_gb: Processor time of both processes per 10**9 bytes.
+    """
+
+    contender: str
+    version: str
+    mechanism: str
+    shape: Shape
+    num_rounds: int
+    num_reads: int
+    p50_ms: float
+    gb_per_s: float
+    to_memcpy: float
+    to_memcpy_quartiles: tuple[float, float]
+    to_sockets: float
+    twin: str
+    to_twin: float
+    to_twin_quartiles: tuple[float, float]
+    cpu_s_per_gb: float
+
+    def to_json(self) -> dict[str, object]:
+        """The figures for programs."""
+        figures = asdict(self)
+        return {**figures.pop("shape"), "num_bytes": self.shape.num_bytes, **figures}
+
+
+def results_of(contenders: Sequence[Contender], shapes: Sequence[Shape], measured: Measured) -> list[Result]:
+    """Return all results, shape by shape."""
+    return [
+        _result(contender, shape, measured)
+        for shape in shapes
+        for contender in contenders
+        if (contender.name, shape) in measured.batches
+    ]
+
+
+def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
+    batches = measured.batches[contender.name, shape]
+    reads = [read for batch in batches for read in batch]
+    p50_s = statistics.median(read.seconds for read in reads)
+    low, to_memcpy, high = _ratios(batches, measured.batches.get((MEMCPY, shape), []))
+    twin_low, to_twin, twin_high = _ratios(batches, measured.batches.get((contender.twin, shape), []))
+    return Result(
+        contender=contender.name,
+        version=contender.version,
+        mechanism=reads[0].mechanism,
+        shape=shape,
+        num_rounds=len(batches),
+        num_reads=len(reads),
+        p50_ms=p50_s * 1e3,
+        gb_per_s=shape.num_bytes / p50_s / 1e9,
+        to_memcpy=to_memcpy,
+        to_memcpy_quartiles=(low, high),
+        to_sockets=_ratios(batches, measured.batches.get((SOCKETS, shape), []))[1],
+        twin=contender.twin if to_twin else "",
+        to_twin=to_twin,
+        to_twin_quartiles=(twin_low, twin_high),
+        cpu_s_per_gb=statistics.fmean(read.cpu_seconds for read in reads) / shape.num_bytes * 1e9,
+    )
+
+
+def _ratios(batches: list[list[Timing]], others: list[list[Timing]]) -> tuple[float, float, float]:
+    """Return the quartiles of the ratio of another contender's time to this one's, over rounds."""
+    if not others:
+        return 0.0, 0.0, 0.0
+    ratios = [_typical(other) / _typical(batch) for batch, other in zip(batches, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _typical(batch: list[Timing]) -> float:
+    return statistics.median(read.seconds for read in batch)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of one table per shape."""
-    for _, group in groupby(results, key=_shape_of):
+    for shape, group in groupby(results, key=lambda result: result.shape):
         rows = list(group)
-        first = rows[0]
-        blocks = "block" if first.num_blocks == 1 else "blocks"
         yield ""
         yield (
-            f"{first.model}, {first.num_blocks} {blocks}, {first.layout}: {first.num_regions:,} regions, "
-            f"{first.num_bytes / 2**20:.1f} MiB, {first.num_rounds} rounds"
+            f"{shape.name}: {shape.num_regions:,} regions, {shape.num_bytes / 2**20:.1f} MiB, "
+            f"{rows[0].num_rounds} rounds"
         )
         yield (
             f"  {'':27}{'p50 ms':>9}{'GB/s':>7}{'x memcpy':>10}  {'(quartiles)':13}"
             f"{'x sockets':>10}{'CPU s/GB':>10}  {'x twin':44}moved by"
         )
         yield from map(_line, rows)
-
-
-def _shape_of(result: Result) -> tuple[str, int, str]:
-    return result.model, result.num_blocks, result.layout
 
 
 def _line(r: Result) -> str:
@@ -79,10 +126,13 @@ def _line(r: Result) -> str:
     )
 
 
-def json_lines(about: Machine, left_out: Mapping[str, str], results: Sequence[Result]) -> Iterator[str]:
-    """Yield one object per line. Its `record` is `machine`, `left_out` (with the reason) or `result`."""
-    yield json.dumps({"record": "machine", **about})
-    for name, reason in left_out.items():
-        yield json.dumps({"record": "left_out", "contender": name, "reason": reason})
-    for result in results:
-        yield json.dumps({"record": "result", **asdict(result)})
+def json_lines(
+    about: Mapping[str, object], left_out: Mapping[str, object], results: Sequence[Mapping[str, object]]
+) -> str:
+    """Return one object per line. Its `record` is `machine`, `left_out` (with the reason) or `result`."""
+    lines = [
+        {"record": "machine", **about},
+        *({"record": "left_out", "contender": name, "reason": str(why)} for name, why in left_out.items()),
+        *({"record": "result", **result} for result in results),
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines)

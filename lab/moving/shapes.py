@@ -1,4 +1,4 @@
-"""The transfers to measure: the blocks of one request, in one layout of one model."""
+"""What one read moves."""
 
 from __future__ import annotations
 
@@ -11,60 +11,57 @@ from kvferry.transports import RegionPairs
 
 @dataclass(frozen=True)
 class Shape:
-    """Some blocks of a model in one layout. All regions have the same length and lie at multiples of it."""
+    """Regions of equal length, scattered over both pools. All lie at multiples of their length.
 
-    model: str
-    layout: str
-    num_layers: int
-    page_bytes: int
-    num_blocks: int
+    Attributes:
+        model, num_blocks, layout: The blocks of a request that they stand for; empty if they stand for none.
+        num_parts: Parts of equal size into which the pool is divided; each has as many of the regions.
+    """
+
+    num_regions: int
+    region_bytes: int
+    model: str = ""
+    num_blocks: int = 0
+    layout: str = ""
+    num_parts: int = 1
 
     def __str__(self) -> str:
-        size = (
-            f"{self.region_bytes >> 20} MiB"
+        whole, unit = (
+            (self.region_bytes >> 20, "MiB")
             if self.region_bytes >= 1 << 20
-            else f"{self.region_bytes >> 10} KiB"
+            else (self.region_bytes >> 10, "KiB")
         )
-        blocks = "block" if self.num_blocks == 1 else "blocks"
-        return f"{self.model}, {self.num_blocks} {blocks}, {self.layout}: {self.num_regions:,} x {size}"
+        blocks = f"{self.name}: " if self.model else ""
+        return f"{blocks}{self.num_regions} x {whole} {unit}"
 
     @property
-    def block_bytes(self) -> int:
-        return self.num_layers * self.page_bytes
+    def name(self) -> str:
+        """The blocks that it stands for, in words."""
+        blocks = "block" if self.num_blocks == 1 else "blocks"
+        return f"{self.model}, {self.num_blocks} {blocks}, {self.layout}"
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
-
-    @property
-    def is_uniform(self) -> bool:
-        return self.layout == "uniform"
-
-    @property
-    def region_bytes(self) -> int:
-        return self.block_bytes if self.is_uniform else self.page_bytes
-
-    @property
-    def num_regions(self) -> int:
-        return self.num_bytes // self.region_bytes
+        return self.num_regions * self.region_bytes
 
     def pairs(self, pool_bytes: int, random: np.random.Generator) -> RegionPairs:
-        """Choose other blocks each time, scattered over both pools of `pool_bytes` bytes."""
-        capacity = pool_bytes // self.block_bytes
-        ends = [random.permutation(capacity)[: self.num_blocks] for _ in range(2)]
-        if not self.is_uniform:  # each layer has a pool of its own
-            first = np.arange(self.num_layers)[:, None] * capacity
-            ends = [(first + end[None, :]).ravel() for end in ends]
-        lengths = np.full(self.num_regions, self.region_bytes)
-        offsets = [end * self.region_bytes for end in ends]
-        return RegionPairs(np.stack([*offsets, lengths], axis=1).astype(np.int64))
+        """Choose other regions of two pools of `pool_bytes` bytes each time."""
+        per_part = pool_bytes // self.region_bytes // self.num_parts
+        first = np.arange(self.num_parts)[:, None] * per_part
+        table = np.empty((self.num_regions, 3), dtype=np.int64)
+        for side in (0, 1):
+            chosen = random.permutation(per_part)[: self.num_regions // self.num_parts]
+            table[:, side] = (first + chosen).ravel() * self.region_bytes
+        table[:, 2] = self.region_bytes
+        return RegionPairs(table)
 
 
 def shapes_of(num_blocks: int) -> list[Shape]:
     """Return shapes of many blocks and of one, in both layouts, for a model like Llama-3.1-8B and for SmolLM2-135M."""
-    return [
-        Shape(model, layout, num_layers, page_bytes, count)
-        for model, num_layers, page_bytes in (("llama-8b", 32, 64 << 10), ("smollm2-135m", 30, 12 << 10))
-        for count in (num_blocks, 1)
-        for layout in ("uniform", "per-layer")
-    ]
+    shapes = []
+    for model, num_layers, page_bytes in (("llama-8b", 32, 64 << 10), ("smollm2-135m", 30, 12 << 10)):
+        for count in (num_blocks, 1):
+            shapes.append(Shape(count, num_layers * page_bytes, model, count, "uniform"))
+            # Each layer has a pool of its own.
+            shapes.append(Shape(count * num_layers, page_bytes, model, count, "per-layer", num_layers))
+    return shapes

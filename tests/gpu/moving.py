@@ -68,7 +68,7 @@ class GpuReader(Reader):
 
 def own_nothing(setup: Setup, reader: Connection) -> None:
     """Do nothing until the end: plain copies are within the reader."""
-    reader.send(None)
+    reader.send("")
     reader.recv()
 
 
