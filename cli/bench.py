@@ -5,22 +5,31 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
+from kvferry.lab.moving.paths import PATHS
+from kvferry.lab.versions import versions
 from kvferry.web.columns import columns
 
-from .doctor import add_path_options, on_this_machine, path_finder, positive, status_of, to_doctor
-from .errors import OK, UsageError
-from .output import add_json, print_json, say
-from .path_table import PATHS
-from .version import versions
+from .doctor import (
+    add_path_options,
+    path_finder,
+    positive,
+    report,
+    to_doctor,
+    version_line,
+    warn_if_busy,
+)
+from .errors import UsageError
+from .output import add_json
 
 if TYPE_CHECKING:
-    from .paths import Outcome, Shape
+    from kvferry.lab.moving.outcomes import Outcome
+    from kvferry.lab.moving.shapes import Shape
 
 _DESCRIPTION: Final = """\
 Measure how fast each path moves bytes between two processes of this machine, or to `kvferry doctor --listen` on another.
 
 Each read takes other regions, scattered over pools that are larger than most caches. Every region that arrives is checked.
-After each read, a memcpy moves as many bytes; the figures are medians. Close other programs first: on a busy machine the
+In the pauses between reads, a memcpy moves as many bytes; the figures are medians. Close other programs first: on a busy machine the
 figures say more about those.
 """
 
@@ -61,29 +70,27 @@ def add(commands: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print one line per path and shape."""
+    from kvferry.lab.moving.outcomes import Measuring
+
     find = path_finder(arguments.options)
     if not 1 <= arguments.pool_mib <= 256:
         raise UsageError(f"--pool-mib must be 1 to 256, got {arguments.pool_mib}")
     pool_bytes = arguments.pool_mib << 20
     shapes = [_shape(text, pool_bytes) for text in arguments.shape]
-    names = arguments.path or tuple(PATHS)
+    warn_if_busy()
+    paths = [find(name) for name in arguments.path or PATHS]
+    measuring = Measuring(paths, shapes, pool_bytes, arguments.seconds)
     found = versions()
     about: dict[str, object] = {"versions": found}
     if arguments.peer:
-        outcomes, peer = to_doctor(arguments.peer, names, find, shapes, pool_bytes, arguments.seconds)
-        about["peer"] = peer
+        outcomes, about["peer"] = to_doctor(arguments.peer, measuring)
     else:
-        outcomes = on_this_machine(names, find, shapes, pool_bytes, arguments.seconds)
-    status = status_of(outcomes, arguments.path, is_peer=bool(arguments.peer))
-    if arguments.json:
-        print_json({**about, "paths": [outcome.to_json() for outcome in outcomes], "ok": status == OK})
-    else:
-        say(", ".join(f"{name} {value}" for name, value in found.items() if value), *_table(outcomes))
-    return status
+        outcomes = measuring.here()
+    return report(arguments, about, outcomes, [version_line(found), *_table(outcomes)])
 
 
 def _shape(text: str, pool_bytes: int) -> Shape:
-    from .paths import Shape
+    from kvferry.lab.moving.shapes import Shape
 
     count, _, kib = text.partition("x")
     if not (count.isdecimal() and kib.isdecimal() and int(count) and int(kib)):
@@ -113,10 +120,10 @@ def _table(outcomes: list[Outcome]) -> list[str]:
                 (
                     outcome.path,
                     by,
-                    speed.shape,
-                    f"{speed.num_bytes / speed.seconds / 1e9:.2f}",
-                    f"{speed.memcpy_seconds / speed.seconds:.2f}",
-                    f"{speed.seconds * 1e6:.0f}",
+                    str(speed.shape),
+                    f"{speed.gb_per_s:.2f}",
+                    f"{speed.to_memcpy:.2f}",
+                    f"{speed.p50_ms * 1e3:.0f}",
                 )
             )
     return [*columns(rows), *left_out]

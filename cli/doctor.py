@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvferry.lab.moving.paths import PATHS, Path, path_of, towards
+from kvferry.lab.versions import versions
 from kvferry.web.columns import columns
 
 from .errors import FAILED, OK, CommandError, UsageError
 from .output import add_json, print_json, say
-from .path_table import PATHS, Path, path_of
-from .version import versions
 
 if TYPE_CHECKING:
-    from .checks import Finding
-    from .paths import Outcome, Shape
+    from kvferry.lab.machine import Finding
+    from kvferry.lab.moving.outcomes import Measuring, Outcome
 
 _DESCRIPTION: Final = """\
 Report what works on this machine, and why the rest does not: the kernel's features and limits, devices, GPUs, libraries,
@@ -34,6 +35,9 @@ exit status: 0 if everything works that was asked for, 1 if something does not, 
 """
 
 _POOL_BYTES: Final = 32 << 20
+
+#: What a read moves: four blocks of a model like Llama-3.1-8B in the uniform layout.
+_BLOCKS, _BLOCK_BYTES = 4, 2 << 20
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -124,99 +128,86 @@ def run(arguments: argparse.Namespace) -> int:
         return _listen(arguments, find)
     if arguments.port_range:
         raise UsageError("--port-range needs --listen; the side that connects needs no ports")
-    if arguments.peer and "://" in arguments.peer:
+    if not arguments.peer:
+        return _this_machine(arguments, find)
+    if "://" in arguments.peer:
         outcomes = [_connect(arguments.peer, find)]
         about: Mapping[str, object] = {"peer": arguments.peer}
-    elif arguments.peer:
-        outcomes, about = to_doctor(
-            arguments.peer, arguments.path or tuple(PATHS), find, (_shape(),), _POOL_BYTES, arguments.seconds
-        )
     else:
-        return _this_machine(arguments, find)
-    status = status_of(outcomes, arguments.path, is_peer=True)
-    if arguments.json:
-        print_json({**about, "paths": [outcome.to_json() for outcome in outcomes], "ok": status == OK})
-    else:
-        say(", ".join(f"{key} {value}" for key, value in about.items()), *path_lines(outcomes))
-    return status
-
-
-# == this machine ==================================================================================
+        outcomes, about = to_doctor(arguments.peer, _measuring(arguments, find))
+    head = ", ".join(f"{key} {value}" for key, value in about.items())
+    return report(arguments, about, outcomes, [head, *path_lines(outcomes)])
 
 
 def _this_machine(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
-    from .checks import machine
+    from kvferry.lab.machine import findings
 
-    def tell(*lines: str) -> None:
-        if not arguments.json:
-            say(*lines)
-
-    found = versions()
-    tell(", ".join(f"{name} {value}" for name, value in found.items() if value))
-    findings = machine()
-    for group in dict.fromkeys(finding.group for finding in findings):
-        tell("", group, *finding_lines([f for f in findings if f.group == group]))
-    outcomes = on_this_machine(
-        arguments.path or tuple(PATHS), find, (_shape(),), _POOL_BYTES, arguments.seconds
-    )
-    tell("", f"paths between two processes, {_shape()}", *path_lines(outcomes))
-    is_sound = not any(finding.grade == "failed" for finding in findings)
-    status = status_of(outcomes, arguments.path, is_peer=False) if is_sound else FAILED
-    if arguments.json:
-        print_json(
-            {
-                "versions": found,
-                "machine": [finding.to_json() for finding in findings],
-                "paths": [outcome.to_json() for outcome in outcomes],
-                "ok": status == OK,
-            }
-        )
-    return status
+    found, machine = versions(), findings()
+    if not arguments.json:
+        say(version_line(found))
+        for group in dict.fromkeys(finding.group for finding in machine):
+            say("", group, *finding_lines([f for f in machine if f.group == group]))
+    outcomes = _measuring(arguments, find).here()
+    about = {"versions": found, "machine": [finding.to_json() for finding in machine]}
+    head = ["", f"paths between two processes, {_BLOCKS} x {_BLOCK_BYTES >> 20} MiB"]
+    is_sound = not any(finding.grade == "failed" for finding in machine)
+    return report(arguments, about, outcomes, [*head, *path_lines(outcomes)], is_sound)
 
 
-def on_this_machine(
-    names: Sequence[str],
-    find: Callable[[str], Path],
-    shapes: Sequence[Shape],
-    pool_bytes: int,
-    seconds: float,
-) -> list[Outcome]:
-    """Measure paths between two processes of this machine, for `seconds` in total."""
-    from .paths import LocalPaths
-
-    local = LocalPaths()
-    try:
-        return [local.measure(find(name), shapes, pool_bytes, seconds / len(names)) for name in names]
-    finally:
-        local.close()
+def version_line(found: Mapping[str, str | None]) -> str:
+    """What is installed, for people."""
+    return ", ".join(f"{name} {value}" for name, value in found.items() if value)
 
 
-def status_of(outcomes: list[Outcome], asked: list[str] | None, *, is_peer: bool) -> int:
-    """Return the exit status; the help of the command states the rule.
+def report(
+    arguments: argparse.Namespace,
+    about: Mapping[str, object],
+    outcomes: list[Outcome],
+    lines: list[str],
+    is_sound: bool = True,
+) -> int:
+    """Print outcomes and what is known beside them, as lines or as JSON; return the exit status.
+
+    The help of the command states the rule of the status.
 
     Args:
-        asked: Names of paths that must work; None if the user named none.
+        is_sound: Nothing but the outcomes can make the status bad.
     """
-    works = [outcome.status == "ok" for outcome in outcomes]
-    if asked:
-        return OK if all(works) else FAILED
-    if is_peer:
-        return OK if any(works) else FAILED
-    return FAILED if any(outcome.status == "failed" for outcome in outcomes) else OK
+    statuses = {outcome.status for outcome in outcomes}
+    if arguments.path:
+        works = statuses == {"ok"}
+    elif arguments.peer:
+        works = "ok" in statuses
+    else:
+        works = "failed" not in statuses
+    if arguments.json:
+        paths = [outcome.to_json() for outcome in outcomes]
+        print_json({**about, "paths": paths, "ok": works and is_sound})
+    else:
+        say(*lines)
+    return OK if works and is_sound else FAILED
 
 
-def _shape() -> Shape:
-    """What the doctor reads: four blocks of a model like Llama-3.1-8B in the uniform layout."""
-    from .paths import Shape
+def _measuring(arguments: argparse.Namespace, find: Callable[[str], Path]) -> Measuring:
+    from kvferry.lab.moving.outcomes import Measuring
+    from kvferry.lab.moving.shapes import Shape
 
-    return Shape(4, 2 << 20)
+    warn_if_busy()
+    paths = [find(name) for name in arguments.path or PATHS]
+    return Measuring(paths, [Shape(_BLOCKS, _BLOCK_BYTES)], _POOL_BYTES, arguments.seconds)
+
+
+def warn_if_busy() -> None:
+    """Say on stderr when the machine is too busy for figures to mean anything."""
+    from kvferry.lab.machine import too_busy
+
+    if why := too_busy():
+        say(f"warning: {why}", file=sys.stderr)
 
 
 def finding_lines(findings: list[Finding]) -> list[str]:
     """Findings for people, each remedy on a line of its own."""
-    lines = columns(((f.grade, f.name, f.found) for f in findings), indent="  ")
-    remedies = [f"  {'':8}{f.remedy}" if f.remedy else "" for f in findings]
-    return [line for pair in zip(lines, remedies, strict=True) for line in pair if line]
+    return _annotated([((f.grade, f.name, f.found), f.remedy and f"{'':8}{f.remedy}") for f in findings])
 
 
 def path_lines(outcomes: list[Outcome]) -> list[str]:
@@ -227,29 +218,33 @@ def path_lines(outcomes: list[Outcome]) -> list[str]:
         if outcome.status == "ok":
             by = outcome.mechanism or "connected"
             cells.append(by if outcome.transport == outcome.path else f"{outcome.transport}: {by}")
-        if outcome.speeds:
-            speed = outcome.speeds[0]
-            cells.append(f"{speed.num_bytes / speed.seconds / 1e9:5.2f} GB/s")
-            cells.append(f"{speed.memcpy_seconds / speed.seconds:.2f} of memcpy")
+            for speed in outcome.speeds:
+                cells += [f"{speed.gb_per_s:5.2f} GB/s", f"{speed.to_memcpy:.2f} of memcpy"]
             cells.append(f"connected in {outcome.connect_s * 1e3:.1f} ms")
-        elif outcome.status == "ok":
-            cells.append(f"connected in {outcome.connect_s * 1e3:.1f} ms")
-        rows.append((cells, outcome.reason))
-    lines = columns(((*cells, "") for cells, _ in rows), indent="  ")
-    reasons = [f"  {'':9}{reason}" if reason else "" for _, reason in rows]
-    return [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
+        rows.append(((*cells, ""), outcome.reason and f"{'':9}{outcome.reason}"))
+    return _annotated(rows)
+
+
+def _annotated(rows: Sequence[tuple[Sequence[str], str]]) -> list[str]:
+    """Align the cells of rows; each note that is not empty gets a line of its own below its row."""
+    lines = columns((cells for cells, _ in rows), indent="  ")
+    return [
+        text
+        for line, (_, note) in zip(lines, rows, strict=True)
+        for text in (line, f"  {note}")
+        if text.strip()
+    ]
 
 
 # == to another node ===============================================================================
 
 
 def _listen(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
+    from kvferry.lab.moving.remote import Listener
     from kvferry.transports.errors import ConfigurationError
     from kvferry.transports.network import parse_port_range
 
-    from .remote import Listener, parse_host_port
-
-    host, port = parse_host_port(arguments.listen, "--listen")
+    host, port = _parse_host_port(arguments.listen, "--listen")
     if arguments.json:
         raise UsageError("--json has no meaning with --listen: it prints a log; remove one of them")
     if arguments.port_range and not parse_port_range(arguments.port_range):
@@ -264,63 +259,46 @@ def _listen(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
     try:
         listener.serve()
     except KeyboardInterrupt:
-        return OK
-    finally:
-        listener.close()
+        pass
     return OK
 
 
-def to_doctor(
-    address: str,
-    names: Sequence[str],
-    find: Callable[[str], Path],
-    shapes: Sequence[Shape],
-    pool_bytes: int,
-    seconds: float,
-) -> tuple[list[Outcome], Mapping[str, object]]:
-    """Measure paths to a doctor that listens, for `seconds` in total.
+def _parse_host_port(text: str, option: str) -> tuple[str, int]:
+    """Read `HOST:PORT`, with brackets around an IPv6 address.
+
+    Raises:
+        UsageError: it is malformed.
+    """
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or not port.isdecimal() or int(port) > 65535 or (":" in bare and bare == host):
+        raise UsageError(f"{option} must be HOST:PORT, with brackets around an IPv6 address; got {text!r}")
+    return bare, int(port)
+
+
+def to_doctor(address: str, measuring: Measuring) -> tuple[list[Outcome], Mapping[str, object]]:
+    """Measure to a doctor that listens; return what it says of itself as well.
 
     Raises:
         UsageError: the address is malformed.
         CommandError: no doctor answers there.
     """
-    from .paths import Job, Outcome, Readers
-    from .remote import RemoteDoctor, parse_host_port
+    from kvferry.lab.moving.remote import NoDoctorError, RemoteDoctor
 
-    there = RemoteDoctor.find(*parse_host_port(address, "--peer"))
-    readers = Readers()
-    outcomes = []
+    host, port = _parse_host_port(address, "--peer")
     try:
-        for name in names:
-            path = find(name)
-            if path.scheme == "shm" and not there.is_same_host:
-                outcomes.append(Outcome(name, "skipped", reason="the peer is on another host"))
-                continue
-            if name not in there.paths:
-                outcomes.append(
-                    Outcome(name, "skipped", reason=f"kvferry {there.version} there has no such path")
-                )
-                continue
-            with there.open(name, pool_bytes) as opened:
-                if opened.address:
-                    job = Job(path, opened.address, pool_bytes, tuple(shapes), seconds / len(names))
-                    outcomes.append(readers.do(job))
-                else:
-                    is_missing = opened.status == "missing"
-                    outcomes.append(
-                        Outcome(name, "missing" if is_missing else "failed", reason=opened.reason)
-                    )
-    finally:
-        readers.close()
+        there = RemoteDoctor.find(host, port)
+        outcomes = measuring.to(there)
+    except NoDoctorError as error:
+        raise CommandError(str(error)) from error
     where = "this host" if there.is_same_host else "another host"
     return outcomes, {"peer": address, "kvferry": there.version, "on": where}
 
 
 def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
     """Connect to a running node, and read nothing: its pool belongs to its requests."""
+    from kvferry.lab.moving.outcomes import connect
     from kvferry.transports.errors import ConfigurationError
-
-    from .paths import Job, Readers, towards
 
     scheme = address.partition("://")[0]
     if scheme not in PATHS:
@@ -333,9 +311,4 @@ def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
         path = towards(path, address) if path == default else path
     except ConfigurationError as error:
         raise UsageError(f"--peer={address!r}: {error}") from error
-    readers = Readers()
-    try:
-        outcome = readers.do(Job(path, address, 1 << 20, (), 0.0))
-    finally:
-        readers.close()
-    return outcome
+    return connect(path, address)

@@ -15,7 +15,6 @@ row. NIXL takes part if `nixl-cu12` or `nixl-cu13` is installed, and kvferry's `
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -30,15 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.transports import Connected, PeerLost, RegionPairs, TransferEnded
-
-from .moving.contender import TIMEOUT_S, Contender, Setup
-from .moving.field import nixl_pair, ours
-from .moving.nixl import Agent
-from .moving.ours import GUARD, Node
-from .moving.processes import Child, FailedError, begin
-from .moving.report import machine
-from .moving.rounds import require_installed
+from kvferry.lab.machine import about
+from kvferry.lab.moving.contender import Contender, FailedError, Setup
+from kvferry.lab.moving.ends import GUARD, End, wait_for
+from kvferry.lab.moving.field import nixl_pair, ours
+from kvferry.lab.moving.others import Agent
+from kvferry.lab.moving.processes import Child, own
+from kvferry.lab.moving.report import json_lines
+from kvferry.transports import Connected, RegionPairs, TransferEnded
 
 _POOL_BYTES = 24 << 20
 _REGION_BYTES = 256 << 10
@@ -46,6 +44,9 @@ _REGION_BYTES = 256 << 10
 #: How long a read from a frozen owner is given, and how long it is then watched for late bytes.
 _PATIENCE_S = 0.2
 _WATCHED_S = 1.0
+
+#: A step that takes longer than this many seconds has failed. Some ends of reads come only after `_PEER_TIMEOUT_S`.
+_TIMEOUT_S = 60.0
 
 #: What a reader does. Frozen: the owner is stopped before the read begins, and continues after its end.
 DEADLINE = "its deadline passes halfway"
@@ -85,24 +86,6 @@ class Late:
 # -- in the processes --------------------------------------------------------------------------------
 
 
-class _Owner:
-    """The owner's process, seen from the reader's."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    def signal(self, number: int) -> None:
-        os.kill(self._pid, number)
-
-    @property
-    def is_alive(self) -> bool:
-        try:
-            stat = Path(f"/proc/{self._pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
 def _late_words(pool: Any) -> int:
     return int(np.count_nonzero(pool != -1) * pool.itemsize)
 
@@ -111,122 +94,97 @@ def _read_ours(
     contender: Contender, address: str, owner_pid: int, how: str, seed: int, parent: Connection
 ) -> None:
     """Read once to learn how long it takes, give up on a second read, and report its end and the late bytes."""
-    begin(contender)
-    try:
-        node, owner = Node(Setup(_POOL_BYTES, contender.options)), _Owner(owner_pid)
-        endpoint = node.endpoint
-        starts = np.random.default_rng(seed).permutation(_POOL_BYTES // _REGION_BYTES) * _REGION_BYTES
-        pairs = RegionPairs(np.stack([starts, starts, np.full_like(starts, _REGION_BYTES)], axis=1))
+    os.environ.update(contender.environment)
+    end = End(contender.options["path"], _POOL_BYTES)
+    endpoint = end.endpoint
+    starts = np.random.default_rng(seed).permutation(_POOL_BYTES // _REGION_BYTES) * _REGION_BYTES
+    pairs = RegionPairs(np.stack([starts, starts, np.full_like(starts, _REGION_BYTES)], axis=1))
 
-        def wait_for(kind: type[Any]) -> Any:
-            deadline = time.monotonic() + TIMEOUT_S
-            while time.monotonic() < deadline:
-                for event in endpoint.wait_events(1.0):
-                    if isinstance(event, kind):
-                        return event
-                    if isinstance(event, PeerLost):
-                        raise event.error
-            raise TimeoutError(f"timed out after {TIMEOUT_S:g} s waiting for {kind.__name__}")
+    def watch(seconds: float) -> TransferEnded | None:
+        """Serve for some seconds; return the end of a read that came in this time, if one did."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for event in endpoint.wait_events(0.02):
+                if isinstance(event, TransferEnded):
+                    return event
+        return None
 
-        def watch(seconds: float) -> None:
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                endpoint.wait_events(0.02)
-
-        peer_id = endpoint.start_connect(address, timeout_s=TIMEOUT_S)
-        wait_for(Connected)
-        endpoint.start_read(peer_id, pairs, GUARD, timeout_s=TIMEOUT_S)
-        whole = wait_for(TransferEnded)
-        if whole.error is not None:
-            raise whole.error
-        timeout_s = _PATIENCE_S
-        if how == DEADLINE:
-            timeout_s = whole.seconds * random.Random(seed).uniform(0.1, 0.9)
-        else:
-            watch(0.3)  # a UCX that is frozen in the middle of its work may abort when it continues
-            owner.signal(signal.SIGSTOP)
-        endpoint.start_read(peer_id, pairs, GUARD, timeout_s=TIMEOUT_S if how == FROZEN_DROP else timeout_s)
-        if how == FROZEN_DROP:
-            deadline = time.monotonic() + _PATIENCE_S
-            ended = None
-            while ended is None and time.monotonic() < deadline:
-                found = [e for e in endpoint.wait_events(0.02) if isinstance(e, TransferEnded)]
-                ended = found[0] if found else None
-            endpoint.disconnect(peer_id)
-            ended = ended or wait_for(TransferEnded)
-        else:
-            ended = wait_for(TransferEnded)
-        node.pool[:] = -1  # the reader's own again, from here on
-        owner.signal(signal.SIGCONT)
-        watch(_WATCHED_S)
-        end = "done" if ended.error is None else type(ended.error).__name__
-        parent.send((end, _late_words(node.pool), owner.is_alive))
-    except Exception as error:  # noqa: BLE001 - the parent reports it
-        parent.send(RuntimeError(repr(error)))
+    peer_id = endpoint.start_connect(address, timeout_s=_TIMEOUT_S)
+    wait_for(endpoint, Connected, _TIMEOUT_S)
+    endpoint.start_read(peer_id, pairs, GUARD, timeout_s=_TIMEOUT_S)
+    whole = wait_for(endpoint, TransferEnded, _TIMEOUT_S)
+    if whole.error is not None:
+        raise whole.error
+    timeout_s = _PATIENCE_S
+    if how == DEADLINE:
+        timeout_s = whole.seconds * random.Random(seed).uniform(0.1, 0.9)
+    else:
+        watch(0.3)  # a UCX that is frozen in the middle of its work may abort when it continues
+        os.kill(owner_pid, signal.SIGSTOP)
+    endpoint.start_read(peer_id, pairs, GUARD, timeout_s=_TIMEOUT_S if how == FROZEN_DROP else timeout_s)
+    ended = None
+    if how == FROZEN_DROP:
+        ended = watch(_PATIENCE_S)
+        endpoint.disconnect(peer_id)
+    ended = ended or wait_for(endpoint, TransferEnded, _TIMEOUT_S)
+    end.pool[:] = -1  # the reader's own again, from here on
+    os.kill(owner_pid, signal.SIGCONT)
+    watch(_WATCHED_S)
+    name = "done" if ended.error is None else type(ended.error).__name__
+    parent.send((name, _late_words(end.pool)))
 
 
 def _read_nixl(
     contender: Contender, address: tuple[bytes, int], owner_pid: int, how: str, seed: int, parent: Connection
 ) -> None:
     """As `_read_ours`, with NIXL alone."""
-    begin(contender)
-    try:
-        node, owner = Agent("reader", Setup(_POOL_BYTES, contender.options)), _Owner(owner_pid)
-        agent, pool = node.agent, node.pool
-        metadata, source = address
-        remote = agent.add_remote_agent(metadata)
+    os.environ.update(contender.environment)
+    node = Agent("reader", Setup(_POOL_BYTES, contender.options))
+    agent, pool = node.agent, node.pool
+    metadata, source = address
+    remote = agent.add_remote_agent(metadata)
 
-        def start(num_bytes: int) -> Any:
-            sides = [agent.get_xfer_descs([(at, num_bytes, 0)], "DRAM") for at in (node.address, source)]
-            handle = agent.initialize_xfer("READ", *sides, remote)
-            agent.transfer(handle)
-            return handle
+    def start(num_bytes: int) -> Any:
+        sides = [agent.get_xfer_descs([(at, num_bytes, 0)], "DRAM") for at in (node.address, source)]
+        handle = agent.initialize_xfer("READ", *sides, remote)
+        agent.transfer(handle)
+        return handle
 
-        def watch(handle: Any, seconds: float) -> bool:
-            """Return whether the read was done within this time."""
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                if agent.check_xfer_state(handle) != "PROC":
-                    return True
-            return False
-
-        watch(start(4096), TIMEOUT_S)
-        began = time.monotonic()
-        watch(start(_POOL_BYTES), TIMEOUT_S)
-        whole_s = time.monotonic() - began
-        patience_s = _PATIENCE_S
-        if how == RELEASED_HALFWAY:
-            patience_s = whole_s * random.Random(seed).uniform(0.1, 0.9)
-        else:
-            time.sleep(0.3)
-            owner.signal(signal.SIGSTOP)
-        handle = start(_POOL_BYTES)
-        end = "done" if watch(handle, patience_s) else "let go"
-        agent.release_xfer_handle(handle)
-        if how in (DEREGISTERED, REMOVED):
-            node.deregister()
-        if how == REMOVED:
-            agent.remove_remote_agent(remote)
-        if how == DESTROYED:
-            del agent, handle, node.agent
-        pool[:] = -1
-        owner.signal(signal.SIGCONT)
-        deadline = time.monotonic() + _WATCHED_S
+    def watch(handle: Any, seconds: float) -> bool:
+        """Return whether the read was done within this time."""
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if how != DESTROYED:
-                agent.get_new_notifs()
-        parent.send((end, _late_words(pool), owner.is_alive))
-    except Exception as error:  # noqa: BLE001 - the parent reports it
-        parent.send(RuntimeError(repr(error)))
-    time.sleep(TIMEOUT_S)  # until it is killed: to end an agent whose peer is gone can block
+            if agent.check_xfer_state(handle) != "PROC":
+                return True
+        return False
 
-
-def _own(contender: Contender, parent: Connection) -> None:
-    begin(contender)
-    try:
-        contender.owner(Setup(_POOL_BYTES, contender.options), parent)
-    except Exception as error:  # noqa: BLE001 - the parent reports it
-        parent.send(RuntimeError(repr(error)))
+    watch(start(4096), _TIMEOUT_S)
+    began = time.monotonic()
+    watch(start(_POOL_BYTES), _TIMEOUT_S)
+    whole_s = time.monotonic() - began
+    patience_s = _PATIENCE_S
+    if how == RELEASED_HALFWAY:
+        patience_s = whole_s * random.Random(seed).uniform(0.1, 0.9)
+    else:
+        time.sleep(0.3)
+        os.kill(owner_pid, signal.SIGSTOP)
+    handle = start(_POOL_BYTES)
+    end = "done" if watch(handle, patience_s) else "let go"
+    agent.release_xfer_handle(handle)
+    if how in (DEREGISTERED, REMOVED):
+        node.deregister()
+    if how == REMOVED:
+        agent.remove_remote_agent(remote)
+    if how == DESTROYED:
+        del agent, handle, node.agent
+    pool[:] = -1
+    os.kill(owner_pid, signal.SIGCONT)
+    deadline = time.monotonic() + _WATCHED_S
+    while time.monotonic() < deadline:
+        if how != DESTROYED:
+            agent.get_new_notifs()
+    parent.send((end, _late_words(pool)))
+    time.sleep(_TIMEOUT_S)  # until it is killed: to end an agent whose peer is gone can block
 
 
 # -- the program -------------------------------------------------------------------------------------
@@ -255,19 +213,19 @@ def contenders() -> Iterator[tuple[Contender, Sequence[str], Callable[..., None]
 
 def count(contender: Contender, how: str, read: Callable[..., None], repeats: int) -> Late:
     """Give up on `repeats` reads, each with an owner and a reader of its own. Raises FailedError: one did not work."""
-    require_installed(contender)
+    contender.version  # noqa: B018 - it raises
     ends: Counter[str] = Counter()
     late, num_lost = [], 0
     for seed in range(repeats):
         with ExitStack() as stack:
-            owner = Child(_own, contender)
+            owner = Child(own, contender, Setup(_POOL_BYTES, contender.options))
             stack.callback(owner.kill)
             reader = Child(read, contender, owner.answer(), owner.pid, how, seed)
             stack.callback(reader.kill)
-            end, num_bytes, is_alive = reader.answer()
+            end, num_bytes = reader.answer()
+            num_lost += not owner.is_alive
         ends[end] += 1
         late.append(num_bytes)
-        num_lost += not is_alive
     num_late = sum(num_bytes > 0 for num_bytes in late)
     return Late(contender.name, contender.version, how, repeats, dict(ends), num_late, max(late), num_lost)
 
@@ -306,10 +264,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    machine = about()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     print(f"\n{HEAD}", flush=True)
-    results, left_out = [], {}
+    results: list[Late] = []
+    left_out: dict[str, FailedError] = {}
     for contender, ways, read in contenders():
         if not any(text in contender.name for text in arguments.only):
             continue
@@ -317,15 +276,12 @@ def main() -> None:
             try:
                 results.append(count(contender, how, read, arguments.repeats))
             except FailedError as error:
-                left_out[f"{contender.name}, {how}"] = str(error)
+                left_out[f"{contender.name}, {how}"] = error
             else:
                 print(row(results[-1]), flush=True)
     print("\n".join(["", *(f"not measured: {name}: {why}" for name, why in left_out.items())]))
     if arguments.json:
-        lines: list[Mapping[str, Any]] = [{"record": "machine", **about}]
-        lines += [{"record": "left_out", "reader": name, "reason": why} for name, why in left_out.items()]
-        lines += [{"record": "late_bytes", **asdict(result)} for result in results]
-        arguments.json.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        arguments.json.write_text(json_lines(machine, left_out, [asdict(result) for result in results]))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from kvferry.lab.machine import about
 from kvferry.lab.servers import LaunchedProcess, Launcher, find_vllm_router, start_router_program
-
-from .moving.report import machine
 
 #: Connections that send one request after the other.
 NUM_CLIENTS = 32
@@ -332,7 +331,7 @@ def main() -> None:
     results = asyncio.run(run(args))
     print("\n".join(table(results)))
     if args.json:
-        found = {"machine": machine(), "results": [asdict(each) for each in results]}
+        found = {"machine": about(), "results": [asdict(each) for each in results]}
         args.json.write_text(json.dumps(found, indent=1))
 
 

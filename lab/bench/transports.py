@@ -17,18 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import sys
 import tempfile
 from pathlib import Path
 
+from kvferry.lab.machine import about
+from kvferry.lab.moving.contender import Contender
+from kvferry.lab.moving.field import MEMCPY, SOCKETS, all_contenders, ours
+from kvferry.lab.moving.report import json_lines, results_of, table
+from kvferry.lab.moving.rounds import measure, show
+from kvferry.lab.moving.shapes import Shape, shapes_of
 from kvferry.transports.testing.certificates import Authority
-
-from .moving.contender import Contender
-from .moving.field import MEMCPY, SOCKETS, all_contenders, ours
-from .moving.report import json_lines, machine, table
-from .moving.results import results_of
-from .moving.rounds import measure
-from .moving.shapes import Shape, shapes_of
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,31 +91,25 @@ def chosen(
     return contenders, shapes
 
 
-def say(what: str) -> None:
-    """Show progress on one line, if stderr is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     arguments = parse_arguments()
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    machine = about()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         Authority.make(Path(folder)).issue("node")
         contenders, shapes = chosen(arguments, secret, Path(folder))
-        measured = measure(contenders, shapes, arguments.pool_mib << 20, arguments.seconds, say)
+        measured = measure(contenders, shapes, arguments.pool_mib << 20, arguments.seconds, show)
     results = results_of(contenders, shapes, measured)
-    say("")
+    show("")
     print(
-        *table(results), "", *(f"not measured: {n}: {why}" for n, why in measured.left_out.items()), sep="\n"
+        *table(results), "", *(f"not measured: {n}: {why}" for n, why in measured.failures.items()), sep="\n"
     )
     if arguments.json:
-        lines = json_lines(about, measured.left_out, results)
-        arguments.json.write_text("".join(f"{line}\n" for line in lines))
+        figures = [result.to_json() for result in results]
+        arguments.json.write_text(json_lines(machine, measured.failures, figures))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.bench.moving.contender import Contender
-from kvferry.lab.bench.moving.memory import MemcpyReader, own_nothing
-from kvferry.lab.bench.moving.processes import Timing
-from kvferry.lab.bench.moving.report import table
-from kvferry.lab.bench.moving.results import results_of
-from kvferry.lab.bench.moving.rounds import Measured
-from kvferry.lab.bench.moving.shapes import Shape
+from kvferry.lab.moving.contender import Contender
+from kvferry.lab.moving.others import MemcpyReader, own_nothing
+from kvferry.lab.moving.processes import Timing
+from kvferry.lab.moving.report import results_of, table
+from kvferry.lab.moving.rounds import Measured
+from kvferry.lab.moving.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +82,7 @@ def test_the_mechanism_that_really_moved_the_bytes_is_named(run):
 
 
 def test_a_contender_is_compared_with_its_twin_in_the_same_round():
-    shape = Shape("model", "uniform", 1, 4096, 1)
+    shape = Shape(1, 4096)
     twin = Contender("twin", own_nothing, MemcpyReader)
     contenders = [twin, replace(twin, name="one", twin="twin"), replace(twin, name="other", twin="missing")]
     rounds = {"twin": (2.0, 30.0, 4.0), "one": (1.0, 10.0, 1.0), "other": (1.0, 1.0, 1.0)}

@@ -13,13 +13,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvferry.cli.checks import Finding, gpus_of, machine
 from kvferry.cli.main import main
-from kvferry.cli.path_table import PATHS, path_of
-from kvferry.cli.paths import Child, Job, ProcessEndedError, Shape, Source, do
-from kvferry.cli.remote import Listener
+from kvferry.lab.machine import Finding, findings, gpus_of
+from kvferry.lab.moving.contender import FailedError, Setup
+from kvferry.lab.moving.ends import PathReader, Source
+from kvferry.lab.moving.paths import PATHS, path_of
+from kvferry.lab.moving.processes import Child
+from kvferry.lab.moving.remote import Listener
+from kvferry.lab.moving.shapes import Shape
 from kvferry.transports.registry import BUILT_IN
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
 
@@ -47,7 +51,7 @@ class TestTheMachine:
             "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
             "sys/class/infiniband/mlx5_0/ports/2/state": "1: DOWN\n",
         }
-        found = machine(_write(tmp_path, files))
+        found = findings(_write(tmp_path, files))
         ptrace = _named(found, "ptrace scope")
         assert (ptrace.grade, "kernel.yama.ptrace_scope=1" in ptrace.found) == ("note", True)
         assert "kernel.yama.ptrace_scope=0" in ptrace.remedy
@@ -58,7 +62,7 @@ class TestTheMachine:
         assert _named(found, "RDMA mlx5_0:2").grade == "note"
 
     def test_a_machine_without_gpus_and_rdma_is_not_broken(self, tmp_path: Path) -> None:
-        found = machine(tmp_path)
+        found = findings(tmp_path)
         assert _named(found, "RDMA").grade == "missing"
         assert not [finding for finding in found if finding.grade == "failed"]
 
@@ -186,6 +190,19 @@ def test_a_running_node_is_connected_to_and_not_read(scheme: str, capsys: pytest
     assert "GB/s" not in shown
 
 
+@pytest.mark.parametrize(("load", "warns"), [(1.5, False), (2.5, True)])
+def test_figures_of_a_busy_machine_come_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: float, warns: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert main(["doctor", "--path", "shm", "--json", *QUICK]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ok"] is True
+    expected = "warning: the load average is 2.5 on 2 cores, so the figures say more about other programs"
+    assert printed.err.startswith(expected) if warns else printed.err == ""
+
+
 def test_a_peer_that_does_not_answer_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--peer", "127.0.0.1:1"]) == 1
     assert "kvferry doctor --listen 127.0.0.1:1" in capsys.readouterr().err
@@ -198,7 +215,7 @@ def _be_killed(parent: Connection) -> None:
 
 def test_a_library_that_ends_its_process_does_not_end_the_doctor() -> None:
     child = Child(_be_killed)
-    with pytest.raises(ProcessEndedError, match="ended by SIGKILL"):
+    with pytest.raises(FailedError, match="ended by SIGKILL"):
         child.ask("anything", 30)
 
 
@@ -247,11 +264,16 @@ def test_a_pool_on_a_gpu_is_read_and_given_back(monkeypatch: pytest.MonkeyPatch)
         is_over = threading.Event()
         thread = threading.Thread(target=source.serve_until, args=(is_over.is_set,))
         thread.start()
-        outcome = do(Job(path_of("shm-gpu"), source.address, 1 << 20, (Shape(4, 64 << 10),), 0.01))
+        reader = PathReader(Setup(1 << 20, {"path": path_of("shm-gpu")}), source.address)
+        pairs = Shape(4, 64 << 10).pairs(1 << 20, np.random.default_rng(0))
+        mechanism = reader.read(pairs)
+        reader.check(pairs)
+        with pytest.raises(ValueError, match="not those that were sent"):
+            reader.check(pairs)
+        reader.close()
         is_over.set()
         thread.join()
         source.close()
-        assert (outcome.status, outcome.reason) == ("ok", "")
-        assert outcome.mechanism == "cuda_ipc"
+        assert mechanism == "cuda_ipc"
         assert not driver.violations
         assert not +driver.held

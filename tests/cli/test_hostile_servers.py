@@ -16,7 +16,7 @@ from kvferry.cli.access import fetch
 from kvferry.cli.errors import CommandError
 from kvferry.cli.explain import ask
 from kvferry.cli.main import main
-from kvferry.cli.remote import RemoteDoctor
+from kvferry.lab.moving.remote import NoDoctorError, RemoteDoctor
 
 #: Clears the screen, is another way to say CSI, turns the order of letters round, and forges a line.
 ESCAPES = "\x1b[2J\x9b2J\u202e\nforged"
@@ -198,11 +198,11 @@ def test_a_doctor_whose_line_drips_is_waited_for_until_the_deadline(
             while not is_over.wait(0.02):
                 sock.sendall(b" ")
 
-    monkeypatch.setattr("kvferry.cli.remote._Lines.receive.__defaults__", (0.3,))
+    monkeypatch.setattr("kvferry.lab.moving.remote._Lines.receive.__defaults__", (0.3,))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=drip)
         thread.start()
-        with pytest.raises(CommandError, match="timed out"):
+        with pytest.raises(NoDoctorError, match="timed out"):
             RemoteDoctor.find("127.0.0.1", listener.getsockname()[1])
         is_over.set()
         thread.join()
@@ -219,7 +219,7 @@ def test_a_malformed_greeting_of_a_doctor_is_an_error(greeting: str) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        with pytest.raises(CommandError, match="cannot talk to a doctor"):
+        with pytest.raises(NoDoctorError, match="cannot talk to a doctor"):
             RemoteDoctor.find("127.0.0.1", listener.getsockname()[1])
         thread.join()
 

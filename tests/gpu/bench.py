@@ -13,13 +13,12 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.lab.bench.moving.contender import Contender
-from kvferry.lab.bench.moving.field import MEMCPY, SOCKETS
-from kvferry.lab.bench.moving.report import table
-from kvferry.lab.bench.moving.results import results_of
-from kvferry.lab.bench.moving.rounds import measure
-from kvferry.lab.bench.moving.shapes import shapes_of
-from kvferry.lab.bench.moving.sockets import SocketReader, own_sockets
+from kvferry.lab.moving.contender import Contender
+from kvferry.lab.moving.field import MEMCPY, SOCKETS
+from kvferry.lab.moving.others import SocketReader, own_sockets
+from kvferry.lab.moving.report import results_of, table
+from kvferry.lab.moving.rounds import measure
+from kvferry.lab.moving.shapes import shapes_of
 
 from .moving import CopyReader, PoolReader, StagedSocketReader, own_nothing, own_pool, own_staged_sockets
 
@@ -90,7 +89,7 @@ def main() -> None:
     ]
     measured = measure(contenders, shapes, pool_bytes, arguments.seconds, lambda what: None)
     print("\n".join(table(results_of(contenders, shapes, measured))), flush=True)
-    for name, reason in measured.left_out.items():
+    for name, reason in measured.failures.items():
         print(f"not measured: {name}: {reason}", flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.lab.bench.moving.contender import TIMEOUT_S, Reader, Setup
+from kvferry.lab.moving.contender import TIMEOUT_S, Reader, Setup
 from kvferry.transports import RegionPairs, TransferEnded
 from kvferry.transports.cuda_mover import CudaMover
 from kvferry.transports.movers import Ticket
@@ -68,7 +68,7 @@ class GpuReader(Reader):
 
 def own_nothing(setup: Setup, reader: Connection) -> None:
     """Do nothing until the end: plain copies are within the reader."""
-    reader.send(None)
+    reader.send("")
     reader.recv()
 
 

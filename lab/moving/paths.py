@@ -1,4 +1,4 @@
-"""The paths that `kvferry doctor` and `kvferry bench` try. It imports nothing heavy, so that the command line can name them."""
+"""The paths that `kvferry doctor` and `kvferry bench` try. The command line names them, so importing it is cheap."""
 
 from __future__ import annotations
 
@@ -53,3 +53,35 @@ def path_of(name: str, options: Mapping[str, object] | None = None) -> Path:
     """
     path = PATHS[name]
     return path if options is None else replace(path, options=dict(options))
+
+
+def towards(path: Path, address: str) -> Path:
+    """Return the path with the network transports of an `auto` address, since both sides must have the same.
+
+    Raises:
+        ConfigurationError: the address is of `auto`, and malformed.
+    """
+    from kvferry.transports.auto.address import AutoAddress
+
+    if path.scheme != "auto":
+        return path
+    names = [network.partition(":")[0] for network in AutoAddress.parse(address).networks]
+    options: dict[str, object] = {name: PATHS[name].options for name in names if name in PATHS}
+    if len(names) == 1:
+        options = {"network_options": options[names[0]]} if options else {}
+    else:
+        options = {"network_options": options}
+    return replace(path, options={"network": ",".join(names), **options})
+
+
+def at_host(path: Path, host: str, port_range: str = "") -> Path:
+    """Return the path with a listener at `host`, an IP address of this machine, and on one of some ports."""
+    if path.scheme == "shm":
+        return path
+    where = {"bind_host": host, **({"port_range": port_range} if port_range else {})}
+    if path.scheme == "auto":
+        inner = path.options.get("network_options", {})
+        if not isinstance(inner, Mapping):
+            return path  # the transport refuses it, and says why
+        return replace(path, options={**path.options, "network_options": {**where, **inner}})
+    return replace(path, options={**where, **path.options})

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
+from . import others
 from .contender import Contender
-from .memory import MemcpyReader, own_nothing
-from .mooncake import MooncakeReader, own_mooncake
-from .nixl import NIXL, NixlReader, own_nixl
-from .ours import OurReader, own_ours
-from .sockets import SocketReader, own_sockets
+from .ends import contender_of
+from .paths import Path
 
 MEMCPY = "memcpy"
 SOCKETS = "plain sockets"
@@ -23,7 +21,7 @@ _PATIENT_OVER_NETWORK = {**_PATIENT, "peer_timeout_s": 3600}
 
 
 #: What must be installed for a transport, if it is not a part of kvferry's own requirements.
-_DISTRIBUTIONS = {"ucx": "ucxx-cu12", "nixl": NIXL}
+_DISTRIBUTIONS = {"ucx": "ucxx-cu12", "nixl": others.NIXL}
 
 
 def ours(
@@ -41,8 +39,13 @@ def ours(
         twin: The contender whose speed it is compared with.
     """
     patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
-    described = {"scheme": scheme, "transport": {**patient, **options}, "in_arena": in_arena}
-    return Contender(name, own_ours, OurReader, described, _DISTRIBUTIONS.get(scheme, ""), twin=twin)
+    path = Path(name, scheme, {**patient, **options}, "arena" if in_arena else "ordinary")
+    return replace(contender_of(path), distribution=_DISTRIBUTIONS.get(scheme, ""), twin=twin)
+
+
+def memcpy() -> Contender:
+    """The baseline of all."""
+    return Contender(MEMCPY, others.own_nothing, others.MemcpyReader)
 
 
 def nixl_pair(tls: str) -> tuple[Contender, Contender]:
@@ -59,12 +62,12 @@ def nixl_pair(tls: str) -> tuple[Contender, Contender]:
     # UCX has no failure handling over shared memory and cma.
     mode = {"error_handling": "none" if tls == "cma" else "peer"}
     return (
-        Contender(alone, own_nixl, NixlReader, mode, NIXL, environment),
+        Contender(alone, others.own_nixl, others.NixlReader, mode, others.NIXL, environment),
         replace(ours(name, "nixl", options, twin=alone), environment=environment),
     )
 
 
-def all_contenders(secret_file: Path, certificates: Path) -> list[Contender]:
+def all_contenders(secret_file: FilePath, certificates: FilePath) -> list[Contender]:
     """Return every contender, installed or not.
 
     Args:
@@ -75,8 +78,8 @@ def all_contenders(secret_file: Path, certificates: Path) -> list[Contender]:
     files = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
     tls = {"tls": "on", **{key: str(certificates / name) for key, name in files.items()}}
     return [
-        Contender(MEMCPY, own_nothing, MemcpyReader),
-        Contender(SOCKETS, own_sockets, SocketReader, {}),
+        memcpy(),
+        Contender(SOCKETS, others.own_sockets, others.SocketReader, {}),
         ours("kvferry shm", "shm", {}, twin="NIXL, cma"),
         ours("kvferry shm, no arena", "shm", {}, in_arena=False),
         ours("kvferry shm, 1 thread", "shm", {"copy_threads": 1}),
@@ -89,5 +92,11 @@ def all_contenders(secret_file: Path, certificates: Path) -> list[Contender]:
         ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}, twin="NIXL, tcp"),
         *nixl_pair("cma"),
         *nixl_pair("tcp"),
-        Contender("Mooncake, tcp", own_mooncake, MooncakeReader, {}, "mooncake-transfer-engine-non-cuda"),
+        Contender(
+            "Mooncake, tcp",
+            others.own_mooncake,
+            others.MooncakeReader,
+            {},
+            "mooncake-transfer-engine-non-cuda",
+        ),
     ]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from kvferry.transports import RegionPairs
 
-from .contender import Contender
-from .processes import FailedError, Running, Timing
+from .contender import Contender, FailedError, Route
+from .processes import Running, Timing
 from .shapes import Shape
 
 #: Rounds that are measured however long they take, after one that only warms up.
@@ -27,78 +28,73 @@ _MAX_READS = 16
 Progress = Callable[[str], None]
 
 
+def show(what: str) -> None:
+    """Show progress on one line, if stderr is a terminal. Empty text removes the line."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
+
+
 @dataclass
 class Measured:
     """The measurements.
 
     Attributes:
         batches: By contender and shape, for each round the reads of one batch.
-        left_out: Contenders that were not measured, and why.
+        failures: By contender that was not measured, why.
+        routes: By contender that was started, how its reader reached its owner.
     """
 
     batches: dict[tuple[str, Shape], list[list[Timing]]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, FailedError] = field(default_factory=dict)
+    routes: dict[str, Route] = field(default_factory=dict)
 
-    def leave_out(self, name: str, reason: str) -> None:
-        self.left_out[name] = reason
+    def leave_out(self, name: str, why: FailedError) -> None:
+        self.failures[name] = why
         self.batches = {key: batches for key, batches in self.batches.items() if key[0] != name}
 
 
 def measure(
-    contenders: Sequence[Contender], shapes: Sequence[Shape], pool_bytes: int, seconds: float, say: Progress
+    contenders: Sequence[Contender],
+    shapes: Sequence[Shape],
+    pool_bytes: int,
+    seconds: float,
+    say: Progress,
+    addresses: Mapping[str, str] = MappingProxyType({}),
 ) -> Measured:
-    """Measure for about `seconds` seconds, after a round that only warms up."""
+    """Measure for about `seconds` seconds, after a round that only warms up.
+
+    Args:
+        addresses: By contender, where its owner serves already, for example on another host.
+    """
     measured = Measured()
+    running: dict[str, Running] = {}
     with ExitStack() as stack:
-        running = _start(contenders, pool_bytes, measured, stack, say)
-        for number, where in _rounds(seconds):
+        for contender in contenders:
+            say(f"starting {contender.name}")
+            try:
+                contender.version  # noqa: B018 - it raises
+                pair = Running(contender, pool_bytes, addresses.get(contender.name, ""))
+            except FailedError as error:
+                measured.failures[contender.name] = error
+            else:
+                running[contender.name] = stack.enter_context(pair)
+                measured.routes[contender.name] = pair.route
+        began, number = time.monotonic(), 0
+        # One alone is not measured: without the others its figures say nothing.
+        while len(running) > 1 and (number <= MIN_ROUNDS or time.monotonic() - began < seconds):
+            at = f"round {number}, {time.monotonic() - began:.1f} of {seconds:g} s" if number else "warm-up"
             for name, shape, reads in _batches(running, shapes, pool_bytes, number):
-                say(f"{where}: {name}, {shape}")
+                say(f"{at}: {name}, {shape}")
                 try:
                     batch = running[name].batch(reads)
                 except FailedError as error:
                     running.pop(name).close()
-                    measured.leave_out(name, str(error))
+                    measured.leave_out(name, error)
                 else:
                     if number:
                         measured.batches.setdefault((name, shape), []).append(batch[1:])
+            number += 1
     return measured
-
-
-def _start(
-    contenders: Sequence[Contender], pool_bytes: int, measured: Measured, stack: ExitStack, say: Progress
-) -> dict[str, Running]:
-    """Start the contenders that can be started. Closing `stack` ends them."""
-    running: dict[str, Running] = {}
-    for contender in contenders:
-        say(f"starting {contender.name}")
-        try:
-            require_installed(contender)
-            running[contender.name] = Running(contender, pool_bytes)
-        except FailedError as error:
-            measured.leave_out(contender.name, str(error))
-        else:
-            stack.callback(running[contender.name].close)
-    return running
-
-
-def require_installed(contender: Contender) -> None:
-    """Raise FailedError if the contender's distribution is not installed."""
-    try:
-        contender.version  # noqa: B018 - it raises
-    except importlib.metadata.PackageNotFoundError:
-        raise FailedError(f"{contender.distribution} is not installed") from None
-
-
-def _rounds(seconds: float) -> Iterator[tuple[int, str]]:
-    """Yield the number of each round, from 0, and the progress in words."""
-    began, number = time.monotonic(), 0
-    while number <= MIN_ROUNDS or time.monotonic() - began < seconds:
-        yield (
-            number,
-            f"round {number}, {time.monotonic() - began:.0f} of {seconds:.0f} s" if number else "warming up",
-        )
-        number += 1
 
 
 def _batches(

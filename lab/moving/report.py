@@ -1,10 +1,12 @@
-"""Compute the figures from the measurements."""
+"""Compute the figures from the measurements, and report them as a table and as JSON lines."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from .contender import Contender
 from .field import MEMCPY, SOCKETS
@@ -29,12 +31,9 @@ class Result:
     contender: str
     version: str
     mechanism: str
-    model: str
-    layout: str
-    num_blocks: int
-    num_regions: int
-    num_bytes: int
+    shape: Shape
     num_rounds: int
+    num_reads: int
     p50_ms: float
     gb_per_s: float
     to_memcpy: float
@@ -44,6 +43,11 @@ class Result:
     to_twin: float
     to_twin_quartiles: tuple[float, float]
     cpu_s_per_gb: float
+
+    def to_json(self) -> dict[str, object]:
+        """The figures for programs."""
+        figures = asdict(self)
+        return {**figures.pop("shape"), "num_bytes": self.shape.num_bytes, **figures}
 
 
 def results_of(contenders: Sequence[Contender], shapes: Sequence[Shape], measured: Measured) -> list[Result]:
@@ -66,12 +70,9 @@ def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
         contender=contender.name,
         version=contender.version,
         mechanism=reads[0].mechanism,
-        model=shape.model,
-        layout=shape.layout,
-        num_blocks=shape.num_blocks,
-        num_regions=shape.num_regions,
-        num_bytes=shape.num_bytes,
+        shape=shape,
         num_rounds=len(batches),
+        num_reads=len(reads),
         p50_ms=p50_s * 1e3,
         gb_per_s=shape.num_bytes / p50_s / 1e9,
         to_memcpy=to_memcpy,
@@ -95,3 +96,43 @@ def _ratios(batches: list[list[Timing]], others: list[list[Timing]]) -> tuple[fl
 
 def _typical(batch: list[Timing]) -> float:
     return statistics.median(read.seconds for read in batch)
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of one table per shape."""
+    for shape, group in groupby(results, key=lambda result: result.shape):
+        rows = list(group)
+        yield ""
+        yield (
+            f"{shape.name}: {shape.num_regions:,} regions, {shape.num_bytes / 2**20:.1f} MiB, "
+            f"{rows[0].num_rounds} rounds"
+        )
+        yield (
+            f"  {'':27}{'p50 ms':>9}{'GB/s':>7}{'x memcpy':>10}  {'(quartiles)':13}"
+            f"{'x sockets':>10}{'CPU s/GB':>10}  {'x twin':44}moved by"
+        )
+        yield from map(_line, rows)
+
+
+def _line(r: Result) -> str:
+    quartiles = f"({r.to_memcpy_quartiles[0]:.2f}-{r.to_memcpy_quartiles[1]:.2f})"
+    twin = ""
+    if r.twin:
+        low, high = r.to_twin_quartiles
+        twin = f"{r.to_twin:.2f} ({low:.2f}-{high:.2f}) of {r.twin}"
+    return (
+        f"  {r.contender:27}{r.p50_ms:>9.3f}{r.gb_per_s:>7.2f}{r.to_memcpy:>10.2f}  {quartiles:13}"
+        f"{r.to_sockets:>10.2f}{r.cpu_s_per_gb:>10.2f}  {twin:44}{r.mechanism} {r.version}"
+    )
+
+
+def json_lines(
+    about: Mapping[str, object], left_out: Mapping[str, object], results: Sequence[Mapping[str, object]]
+) -> str:
+    """Return one object per line. Its `record` is `machine`, `left_out` (with the reason) or `result`."""
+    lines = [
+        {"record": "machine", **about},
+        *({"record": "left_out", "contender": name, "reason": str(why)} for name, why in left_out.items()),
+        *({"record": "result", **result} for result in results),
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines)

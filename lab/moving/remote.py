@@ -19,24 +19,22 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
+from kvferry.lab.versions import versions
 from kvferry.transports.auto.address import this_host
 from kvferry.transports.checked import Refused, json_of, shown
 from kvferry.transports.network import listen_on
 
-from .errors import CommandError, UsageError
-from .path_table import PATHS, Path
-from .paths import TIMEOUT_S, Source, at_host, outcome_of
-from .version import versions
+from .contender import TIMEOUT_S, FailedError
+from .ends import Source
+from .paths import PATHS, Path, at_host
+from .processes import ANSWER_TIMEOUT_S
 
 PROTOCOL: Final = 1
 MAX_POOL_BYTES: Final = 256 << 20
-
-#: The other side imports the transport first.
-_OPEN_TIMEOUT_S: Final = 60.0
 
 _MAX_CLIENTS: Final = 4
 _MAX_LINE_BYTES: Final = 64 << 10
@@ -45,17 +43,8 @@ _MAX_LINE_BYTES: Final = 64 << 10
 _LONGEST_S: Final = 600.0
 
 
-def parse_host_port(text: str, option: str) -> tuple[str, int]:
-    """Read `HOST:PORT`, with brackets around an IPv6 address.
-
-    Raises:
-        UsageError: it is malformed.
-    """
-    host, colon, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not bare or not port.isdecimal() or int(port) > 65535 or (":" in bare and bare == host):
-        raise UsageError(f"{option} must be HOST:PORT, with brackets around an IPv6 address; got {text!r}")
-    return bare, int(port)
+class NoDoctorError(Exception):
+    """No doctor answers where one should listen."""
 
 
 class _Lines:
@@ -124,37 +113,35 @@ class Listener:
         self._log = log
         self._port_range = port_range
         self._is_closed = threading.Event()
-        self._serving = threading.Lock()
         self._free = threading.Semaphore(_MAX_CLIENTS)
-        self._threads: list[threading.Thread] = []
         self._socket = listen_on(host, range(port, port + 1))
         self._socket.settimeout(0.1)
         self.address = self._socket.getsockname()[:2]
 
     def serve(self) -> None:
-        """Accept clients until `close` is called from another thread, or an exception ends it."""
-        with self._serving:
+        """Accept clients until `close` is called from another thread, or an exception ends it. Then all paths are closed."""
+        threads: list[threading.Thread] = []
+        try:
             while not self._is_closed.is_set():
                 with contextlib.suppress(TimeoutError):
                     sock, peer = self._socket.accept()
-                    self._start(sock, str(peer[0]))
-
-    def _start(self, sock: socket.socket, peer: str) -> None:
-        if not self._free.acquire(blocking=False):
-            sock.close()
-            return
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=self._serve, args=(sock, peer), daemon=True)
-        self._threads.append(thread)
-        thread.start()
+                    if not self._free.acquire(blocking=False):
+                        sock.close()
+                        continue
+                    threads = [thread for thread in threads if thread.is_alive()]
+                    threads.append(
+                        threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
+                    )
+                    threads[-1].start()
+        finally:
+            self._is_closed.set()
+            self._socket.close()
+            for thread in threads:
+                thread.join()
 
     def close(self) -> None:
-        """Stop listening and close all paths."""
+        """Have `serve` end."""
         self._is_closed.set()
-        with self._serving:  # the socket's number must not be used again while `serve` still waits for it
-            self._socket.close()
-        for thread in self._threads:
-            thread.join()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
@@ -188,19 +175,23 @@ class Listener:
         try:
             source = Source(path, pool_bytes)
         except Exception as error:  # noqa: BLE001 - the client reports it
-            outcome = outcome_of(name, error)
-            self._log(f"{peer}: {name}: {outcome.status}: {outcome.reason}")
-            lines.send({"status": outcome.status, "reason": f"on the other side: {outcome.reason}"})
+            why = FailedError.of(error)
+            status = "missing" if why.is_missing else "failed"
+            self._log(f"{peer}: {name}: {status}: {why}")
+            lines.send({"status": status, "reason": f"on the other side: {why}"})
             return
-        try:
+        with contextlib.closing(source):
             self._log(f"{peer}: {name}: serving at {source.address}")
             lines.send({"address": source.address})
             until = time.monotonic() + _LONGEST_S
+            # A client sends nothing more, so whatever arrives is the end.
             source.serve_until(
-                lambda: self._is_closed.is_set() or _was_closed(sock) or time.monotonic() > until
+                lambda: (
+                    self._is_closed.is_set()
+                    or bool(select.select([sock], [], [], 0)[0])
+                    or time.monotonic() > until
+                )
             )
-        finally:
-            source.close()
 
 
 def _plain(host: str) -> str:
@@ -210,33 +201,7 @@ def _plain(host: str) -> str:
     return str(mapped) if mapped else host
 
 
-def _was_closed(sock: socket.socket) -> bool:
-    """Return whether the other side closed: a client sends nothing more, so whatever arrives is the end."""
-    return bool(select.select([sock], [], [], 0)[0])
-
-
 # == the client ====================================================================================
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A path that is open on the other side for as long as `connection` is.
-
-    Attributes:
-        address: Where it serves; empty if the path does not work there.
-        status, reason: Then: why.
-    """
-
-    connection: socket.socket
-    address: str
-    status: str = ""
-    reason: str = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()
 
 
 @dataclass(frozen=True)
@@ -255,49 +220,53 @@ class RemoteDoctor:
 
     @classmethod
     def find(cls, host: str, port: int) -> RemoteDoctor:
-        """Read the greeting of a listener. Raises CommandError: none answers there."""
-        sock, greeting = _dial(host, port)
+        """Read the greeting of a listener. Raises NoDoctorError: none answers there."""
+        sock, _, greeting = _dial(host, port)
         sock.close()
         paths = greeting.get("paths")
         if not isinstance(paths, list):
-            raise CommandError(_gone(host, port, ValueError("it lists no paths")))
+            raise _gone(host, port, ValueError("it lists no paths"))
         is_same_host = greeting.get("host") == this_host()
         return cls(host, port, str(greeting.get("kvferry")), is_same_host, tuple(map(str, paths)))
 
-    def open(self, name: str, pool_bytes: int) -> Opened:
-        """Open a path there. Raises CommandError: the listener is gone."""
-        sock, _ = _dial(self.host, self.port)
-        try:
-            lines = _Lines(sock)
-            lines.send({"open": name, "pool_bytes": pool_bytes})
-            answer = lines.receive(_OPEN_TIMEOUT_S)
-        except (OSError, ValueError) as error:
-            sock.close()
-            raise CommandError(_gone(self.host, self.port, error)) from error
-        return Opened(
-            sock, str(answer.get("address", "")), str(answer.get("status", "")), str(answer.get("reason", ""))
-        )
+    @contextlib.contextmanager
+    def open(self, name: str, pool_bytes: int) -> Iterator[str]:
+        """Open a path there; within the context it serves at the address that this yields.
+
+        Raises:
+            NoDoctorError: the listener is gone.
+            FailedError: the path does not work there.
+        """
+        sock, lines, _ = _dial(self.host, self.port)
+        with sock:
+            try:
+                lines.send({"open": name, "pool_bytes": pool_bytes})
+                answer = lines.receive(ANSWER_TIMEOUT_S)
+            except (OSError, ValueError) as error:
+                raise _gone(self.host, self.port, error) from error
+            if not answer.get("address"):
+                raise FailedError(str(answer.get("reason", "")), answer.get("status") == "missing")
+            yield str(answer["address"])
 
 
-def _gone(host: str, port: int, error: Exception) -> str:
-    return (
+def _gone(host: str, port: int, error: Exception) -> NoDoctorError:
+    return NoDoctorError(
         f"cannot talk to a doctor at {host}:{port}: {error}; "
         f"run `kvferry doctor --listen {host}:{port}` there, and let the port through the firewall"
     )
 
 
-def _dial(host: str, port: int) -> tuple[socket.socket, dict[str, Any]]:
-    try:
-        sock = socket.create_connection((host, port), timeout=TIMEOUT_S)
-    except OSError as error:
-        raise CommandError(_gone(host, port, error)) from error
-    try:
-        greeting = _Lines(sock).receive()
-        if greeting.get("doctor") != PROTOCOL:
-            raise ValueError(
-                f"it speaks version {greeting.get('doctor')!r} of the doctor's protocol, not {PROTOCOL}"
-            )
-    except (OSError, ValueError) as error:
-        sock.close()
-        raise CommandError(_gone(host, port, error)) from error
-    return sock, greeting
+def _dial(host: str, port: int) -> tuple[socket.socket, _Lines, dict[str, Any]]:
+    with contextlib.ExitStack() as opened:
+        try:
+            sock = opened.enter_context(socket.create_connection((host, port), timeout=TIMEOUT_S))
+            lines = _Lines(sock)
+            greeting = lines.receive()
+            if greeting.get("doctor") != PROTOCOL:
+                raise ValueError(
+                    f"it speaks version {greeting.get('doctor')!r} of the doctor's protocol, not {PROTOCOL}"
+                )
+        except (OSError, ValueError) as error:
+            raise _gone(host, port, error) from error
+        opened.pop_all()
+        return sock, lines, greeting

@@ -14,14 +14,13 @@ import numpy.typing as npt
 from kvferry.transports import Segment
 from kvferry.transports.cuda_driver import Driver
 
-Words = npt.NDArray[np.int64]
-
 
 class GpuMemory:
     """Memory of the first GPU, which the CPU sees as a copy. The thread that made it uses and closes it.
 
     Attributes:
         segment: The memory, for a pool.
+        words: A copy of the memory as 8-byte words.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -43,17 +42,16 @@ class GpuMemory:
             self._opened = opened.pop_all()
         self._call: Any = call
         self._address = address
-        self._words: Words = np.zeros(num_bytes // 8, dtype=np.int64)
+        self.words: npt.NDArray[np.int64] = np.zeros(num_bytes // 8, dtype=np.int64)
         self.segment = Segment(int(address), num_bytes, "cuda")
 
-    def load(self) -> Words:
-        """Return a copy of the memory as 8-byte words. Changes count only after `store`."""
-        self._call("cuMemcpyDtoH", self._words.ctypes.data, self._address, self._words.nbytes)
-        return self._words
+    def load(self) -> None:
+        """Copy the memory into `words`."""
+        self._call("cuMemcpyDtoH", self.words.ctypes.data, self._address, self.words.nbytes)
 
-    def store(self, words: Words) -> None:
-        """Write all words."""
-        self._call("cuMemcpyHtoD", self._address, words.ctypes.data, words.nbytes)
+    def store(self) -> None:
+        """Copy `words` into the memory."""
+        self._call("cuMemcpyHtoD", self._address, self.words.ctypes.data, self.words.nbytes)
 
     def close(self) -> None:
         """Free the memory. No transport may have it registered any more."""
