@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Container, Mapping, Sequence
@@ -100,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         parser = make_parser(with_options=(_command_in(words),))
-        arguments = parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            _refuse(unknown, commands_of(parser)[arguments.command])
         if tables := config_file.read(arguments.config):
             config_file.apply(tables, commands_of(parser), arguments.command)
             arguments = parser.parse_args(words)
@@ -116,6 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
+    """Exit with 2, after an error that names the options most like the unknown ones."""
+    known = command._option_string_actions
+    nearest = {each: difflib.get_close_matches(each.partition("=")[0], known, n=1) for each in unknown}
+    hints = [f"did you mean {found[0]}?" for found in nearest.values() if found]
+    command.error(": ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints[:1]]))
 
 
 def _command_in(words: Sequence[str]) -> str:

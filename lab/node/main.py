@@ -8,6 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ...connector.config import KVTransferConfig
+from ...connector.factory import KVConnectorFactory
+from ...transports.errors import KVTransferError
 from ...web.launcher_link import open_link
 from ...web.logs import set_up_logging
 from ...web.serving import BrokenError, StartupError, bind, exit_status_of
@@ -45,10 +48,12 @@ def _run(options: NodeOptions) -> None:
     set_up_tracing(options.otlp_traces_endpoint, options.role)
     link = open_link(options.launcher_fd)
     try:
+        # Importing PyTorch takes seconds. Report a wrong option or a port in use before that.
+        if options.settings.kv_transfer is not None:
+            _check_connector(options.settings.kv_transfer)
         with bind(options.host, options.port) as listener:
             admin = {} if options.admin is None else {"admin": options.admin.port}
             link.report(listening=listener.getsockname()[1], **admin)
-            # Importing PyTorch takes seconds. Report a wrong option or a port in use before that.
             from .lifecycle import serve
 
             asyncio.run(serve(options, listener, link))
@@ -57,3 +62,11 @@ def _run(options: NodeOptions) -> None:
         raise
     finally:
         link.close()
+
+
+def _check_connector(config: KVTransferConfig) -> None:
+    """Raise `StartupError` unless the connector exists and takes its options."""
+    try:
+        KVConnectorFactory.check_options(config)
+    except KVTransferError as error:
+        raise StartupError(str(error)) from error

@@ -172,3 +172,29 @@ def test_help_and_wrong_options_need_no_pytorch() -> None:
         )
         assert done.stdout.splitlines()[-1] == "False"
         assert done.returncode == (0 if "--help" in words else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("serve --modl x", "unrecognized arguments: --modl x: did you mean --model?"),
+        ("bench --secondz=3", "unrecognized arguments: --secondz=3: did you mean --seconds?"),
+        ("serve --role both --connector smh", "unknown connector 'smh': did you mean 'shm'?"),
+        (
+            "serve --role both --connector-option leas_s=3",
+            "unknown connector option 'leas_s': did you mean 'lease_s'?",
+        ),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_corrected_before_pytorch_is_imported(words: str, says: str) -> None:
+    code = (
+        "import sys; from kvferry.cli.main import main\n"
+        "try: status = main(sys.argv[1:])\n"
+        "except SystemExit as ended: status = ended.code\n"
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr

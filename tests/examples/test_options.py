@@ -16,7 +16,7 @@ PROGRAMS = [
     [str(EXAMPLES / "serve.py"), "--rol", "prefill"],
     [str(EXAMPLES / "router.py"), "--prefill", "http://x", "--decode", "http://x", "--por", "0"],
     [str(EXAMPLES / "disagg_pair.py"), "--concurrenc", "2"],
-    [str(ROOT / "benchmarks" / "transports.py"), "--second", "1"],
+    ["-m", "kvferry.lab.bench.transports", "--second", "1"],
 ]
 
 

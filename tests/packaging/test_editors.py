@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cli", "connector", "lab", "router", "runner_mixin", "transports", "web")
-FOLDERS = (*PACKAGES, "src", "examples", "benchmarks", "tests")
+FOLDERS = (*PACKAGES, "src", "examples", "tests")
 
 
 def _only_imports(source: str) -> str:
