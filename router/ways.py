@@ -48,14 +48,12 @@ class Facts:
 
     Attributes:
         may_ask_both: No attempt of this request has failed that way, and the client has no token yet.
-        has_answer: The prefill node is to load the latest answer of the conversation.
         prefill, decode: The nodes that would be asked now. None: there is none, or it does not matter.
     """
 
     options: Options
     body: Mapping[str, Any]
     may_ask_both: bool = True
-    has_answer: bool = False
     prefill: UpstreamNode | None = None
     decode: UpstreamNode | None = None
 
@@ -74,11 +72,6 @@ TABLE = (
     Row(
         "`echo` or `prompt_logprobs`, for which the prefill node's answer is needed",
         lambda f: _needs_answer(f.body),
-        Way.IN_TURN,
-    ),
-    Row(
-        "the prefill node is to load the conversation's latest answer",
-        lambda f: f.has_answer,
         Way.IN_TURN,
     ),
     Row(
