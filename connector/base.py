@@ -60,11 +60,7 @@ class ContentItem(Protocol):
 
 
 class ConnectorRequest(Protocol):
-    """The part of an engine's request that a connector reads. A connector changes nothing in it.
-
-    A host whose ids contain the clients' also has `client_request_id`, the id that the client gave, as text. Without it
-    `request_id` is taken for that.
-    """
+    """The part of an engine's request that a connector reads. A connector changes nothing in it."""
 
     @property
     def request_id(self) -> str: ...
@@ -147,9 +143,6 @@ class SchedulerOutput(Protocol):
     def preempted_req_ids(self) -> set[str]: ...
     @property
     def total_num_scheduled_tokens(self) -> int: ...
-    @property
-    def pool_is_full(self) -> bool:
-        """Whether a request that runs did not get all the blocks that it needs."""
 
 
 class SchedulerHalf(ABC):

@@ -48,7 +48,6 @@ class Step:  # a `kv.SchedulerOutput`, with the tokens to compute
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     kv_connector_metadata: kv.KVConnectorMetadata | None = None
-    pool_is_full: bool = False
     total_num_scheduled_tokens = property(lambda self: len(self.token_ids))
 
 

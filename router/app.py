@@ -63,7 +63,6 @@ class Router:
             policy `recompute`.
         node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
         passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
-        asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
         placement: Where prompts are computed, of nodes that compute and answer.
         limits: Which times the choice keeps if it can.
         follow: Whose KV events are followed.
@@ -83,7 +82,6 @@ class Router:
         decode_alone: DecodeAlone,
         node_access: NodeAccess | None = None,
         passes_keys_on: bool = True,
-        asks_for_answers: bool = False,
         placement: Mode = "auto",
         limits: Limits | None = None,
         follow: Follow = "auto",
@@ -111,10 +109,9 @@ class Router:
         self._metrics.followed_nodes.set_function(lambda: self._follower.num_followed)
         services = self._services = Services(
             *(prefill_pool, decode_pool, self._handoffs, self._metrics, options or Options()),
-            *(answer_timeout_s, decode_alone, asks_for_answers, fleet),
+            *(answer_timeout_s, decode_alone, fleet),
         )
         self._models = Models(services, passes_keys_on=passes_keys_on)
-        self._metrics.kept_answers.set_function(lambda: services.sessions.num_answers)
         self._is_draining = False  # says `/ready`
         self._refuses = False  # new requests
         self._num_under_way = 0
@@ -356,13 +353,11 @@ class Router:
         services, path = self._services, request.path
         prompts = prompts_of(body)
         if len(prompts) == 1:
-            key, conversation = await services.sessions.begin_informed(body, request.headers)
-            exchange = Exchange(
-                path, body, headers, key=key, conversation=conversation, explain=explained_difference
-            )
+            turn = services.sessions.begin(body, request.headers)
+            exchange = Exchange(path, body, headers, explain=explained_difference)
             with self._recent.following(request_id, path, arrived_s, admitted_s) as timeline:
                 note_piece = services.metrics.begin_stream(arrived_s)
-                return await Performance(services, exchange, request, timeline, queue, note_piece).run()
+                return await Performance(services, exchange, request, timeline, queue, note_piece, turn).run()
         merged = MergedAnswer(request, body, request_id)
 
         async def answer_one(number: int) -> web.StreamResponse:

@@ -74,21 +74,17 @@ def prefill_body(
     body: Mapping[str, Any],
     *,
     wish: Mapping[str, Any] | None = None,
-    answer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
     Args:
         wish: More keys of `kv_transfer_params`.
-        answer: The `kv_transfer_params` of the conversation's latest answer. The node loads from it what it lacks.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     params = {**DO_REMOTE_DECODE, **(wish or {})}
     left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
     # The likeliest token is the cheapest one.
     result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
-    if answer is not None:
-        params |= {**answer, "do_remote_decode": True, "do_remote_prefill": True}
     result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
     if "max_completion_tokens" in result:
         result["max_completion_tokens"] = 1
@@ -99,23 +95,16 @@ def decode_body(
     body: Mapping[str, Any],
     params: Mapping[str, Any] | None,
     after: Beginning | None = None,
-    *,
-    may_offer_answer: bool = True,
 ) -> dict[str, Any]:
     """Return the body for the decode node: the client's, with the prefill node's parameters.
 
     Args:
         after: The node is to go on after these tokens.
-        may_offer_answer: False if nothing would load the offer of the answer, which would hold the node's blocks until its lease ends.
     """
     if after is not None:
-        result = after.decode_body(body, params)
-    else:
-        result = {key: value for key, value in body.items() if key != "kv_transfer_params"}
-        result |= {"kv_transfer_params": params} if params else {}
-    if not may_offer_answer and "kv_transfer_params" in result:
-        result["kv_transfer_params"] = {**result["kv_transfer_params"], "offer_answer": False}
-    return result
+        return after.decode_body(body, params)
+    result = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    return result | ({"kv_transfer_params": params} if params else {})
 
 
 def headers_of(headers: Mapping[str, str], request_id: str, *, passes_keys_on: bool) -> dict[str, str]:

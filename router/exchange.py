@@ -23,7 +23,6 @@ from ..web.sse import DONE, Event, Filter
 from .beginnings import Beginning, OtherTokenError, take_token_ids
 from .endings import Heard, says_engine_ended
 from .moves import Stop, stop_of
-from .sessions import Answer, Conversation, take_offer
 
 if TYPE_CHECKING:
     from .nodes import Tried, UpstreamNode
@@ -37,7 +36,6 @@ Source = Literal["rendezvous", "in_turn", "without_offer", "alone"]
 Fact = Literal[
     "prefill lost",
     "decode lost",
-    "answer not loaded",
     "prefill lost late",
     "alone",
     "without offer",
@@ -141,7 +139,7 @@ class Place(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskPrefill(Action):
-    """Ask a prefill node to compute the prompt, with these keys of `kv_transfer_params`, and to load an earlier answer.
+    """Ask a prefill node to compute the prompt, with these keys of `kv_transfer_params`.
 
     Attributes:
         node: To be asked, if the decode node is asked at once. None: any that has not been tried.
@@ -149,7 +147,6 @@ class AskPrefill(Action):
 
     node: UpstreamNode | None = None
     wish: Mapping[str, Any] = field(default_factory=dict)
-    answer: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +219,6 @@ class Release(Bookkeeping):
 
 
 @dataclass(frozen=True, slots=True)
-class Keep(Bookkeeping):
-    """Remember this turn, with the offer of its answer for the next one; None: the answer ended without an offer."""
-
-    node: UpstreamNode
-    params: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Note(Bookkeeping):
     """Tell log and metrics."""
 
@@ -282,12 +271,9 @@ class Exchange:
     Args:
         body: What the client sent, as all nodes get it.
         headers: For all nodes. They share one request id, as vLLM's nodes require.
-        key: Of the conversation that the request is a turn of. None: it belongs to none.
-        conversation: What is known of it.
         explain: Says why no cache can be handed over to a node from another one, by what both have said; empty if it can.
 
     Attributes:
-        prefill_url: Of the node that has computed the prompt, or most of it in earlier turns.
         tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
         may_ask_both: Both nodes may be asked at once. False after that has failed.
         placement: Which nodes were chosen and why, for the client; empty if roles have decided.
@@ -308,13 +294,9 @@ class Exchange:
         body: Mapping[str, Any],
         headers: Mapping[str, str],
         *,
-        key: bytes | None = None,
-        conversation: Conversation | None = None,
         explain: Callable[[UpstreamNode, UpstreamNode], str] = lambda decode, prefill: "",
     ) -> None:
         self.path, self.body, self.headers = path, body, headers
-        self.key, self.conversation = key, conversation or Conversation()
-        self.prefill_url = self.conversation.prefill_url
         self.tried_prefill: Tried = {}
         self.tried_decode: Tried = {}
         self.state = State.QUEUED
@@ -333,8 +315,6 @@ class Exchange:
         self._prefill_runs = self._decode_runs = False
         self._heard = Heard(self._num_choices)  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
-        self._has_answer = False  # the prefill node was asked to load an earlier answer
-        self._has_kept = False
         self._result: Result | None = None  # of the offer; None while it is open
         self._error = ""  # why the load of the offer failed
         self._after: Beginning | None = None  # that the decode node was asked to go on after
@@ -404,9 +384,7 @@ class Exchange:
 
     def _ask_prefill(self) -> Actions:
         self._prefill_runs = True
-        answer = self.conversation.take_answer()  # which can be loaded once
-        self._has_answer = answer is not None
-        return [AskPrefill(answer=answer)]
+        return [AskPrefill()]
 
     def _ask_decode(
         self, node: UpstreamNode, params: Mapping[str, Any] | None, after: Beginning | None
@@ -443,15 +421,11 @@ class Exchange:
             return self._again(Note("prefill lost", error))
         if self.state is not State.PREFILLING:
             return [Note("prefill lost late", error)]
-        if not self._has_answer:
-            return [Note("prefill lost", error), *self._ask_prefill()]
-        # A node whose policy is to fail such a request would otherwise let the client pay for an offer that has expired.
-        self.tried_prefill.clear()
-        return [Note("answer not loaded", error), *self._ask_prefill()]
+        return [Note("prefill lost", error), *self._ask_prefill()]
 
     def prefill_refused(self, error: ApiError) -> Actions:
-        """End with a prefill node's refusal, which no other node would answer otherwise, unless an answer was to be loaded."""
-        if self.state is State.RENDEZVOUS or (self.state is State.PREFILLING and not self._has_answer):
+        """End with a prefill node's refusal, which no other node would answer otherwise."""
+        if self.state in (State.RENDEZVOUS, State.PREFILLING):
             self._prefill_runs = False
             return self._fail(error)
         return self.prefill_lost(error)
@@ -514,10 +488,8 @@ class Exchange:
         headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
         headers |= self._own_headers
         if not begun.is_stream:
-            payload, params = take_offer(begun.payload)
-            actions += self._keep(params)
             headers.setdefault("Content-Type", "application/json")
-            return [*actions, *self._end(SendWhole(begun.status, headers, payload))]
+            return [*actions, *self._end(SendWhole(begun.status, headers, begun.payload))]
         if self.beginning is not None:
             self._change = self.beginning.continued()
         else:
@@ -527,26 +499,19 @@ class Exchange:
 
     def events_arrived(self, events: Iterable[Event]) -> Actions:
         """Pass on events of the decode node's stream."""
-        actions, own, sent = Actions(), list[Event](), list[Event]()
+        actions, sent = Actions(), list[Event]()
         stop: Stop | None = None
         for event in events:
-            raw, params = take_offer(event.raw)
-            own.append(event if raw is event.raw else Event(raw))
-            actions += self._keep(params) if params is not None else []
-        for event in own:
             if why := self._heard.objection(event) or self._error_to_move_for(event):
-                actions += self._sent(sent)
-                return actions + self._broke_off(why, is_lost=says_engine_ended(event.content))
+                return [*self._sent(sent), *self._broke_off(why, is_lost=says_engine_ended(event.content))]
             if self.beginning is not None and (stop := stop_of(event)) is not None:
                 event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
             try:
                 sent += () if passed is None else (event,) if event.is_comment else self._change(passed)
             except OtherTokenError:
-                unused = (each for each in actions if isinstance(each, Keep) and each.params)
-                releases = [Release(Offer(each.node, each.params or {})) for each in unused]
                 # The node did not choose its last tokens once more, so nothing true can follow them.
-                return [*releases, *self._fail(_lost("another node chose other tokens", "in the middle"))]
+                return self._fail(_lost("another node chose other tokens", "in the middle"))
             if self.beginning is not None:
                 self.beginning.add(token_ids, event)
             self._heard.add(event)
@@ -654,7 +619,7 @@ class Exchange:
             head = {key: each for key, each in self._last.content.items() if key in _HEAD}
             rest = [Event.of({**head, "choices": [], "usage": usage}), DONE]
         sent = self._sent(rest)
-        return [*self._finish(), *sent, *self._end(End())]
+        return [*self._read_errors(self.tail), *sent, *self._end(End())]
 
     @property
     def _wants_usage(self) -> bool:
@@ -666,16 +631,13 @@ class Exchange:
             return self._broke_off(why)
         return self._end_of_lost(_lost("the node did not send the counts of tokens", "after its last token"))
 
-    def _finish(self) -> Actions:
-        return [*self._read_errors(self.tail), *([] if self._has_kept else self._keep(None))]
-
     # -- ends ----------------------------------------------------------------------------------------
 
     def client_left(self) -> Actions:
         """End for a client that waits no longer. It may leave as soon as it has read the end of a stream."""
         if self.state is State.ENDED:
             return []
-        actions = [*(self._finish() if self.is_complete else []), *self._drop()]
+        actions = [*(self._read_errors(self.tail) if self.is_complete else []), *self._drop()]
         self._move(State.ENDED)
         return actions
 
@@ -768,12 +730,6 @@ class Exchange:
     @property
     def _own_headers(self) -> Mapping[str, str]:
         return {PLACEMENT_HEADER: self.placement} if self.placement else {}
-
-    def _keep(self, params: Mapping[str, Any] | None) -> Actions:
-        # Before the client has the events: it may take its next turn as soon as it has read the last one.
-        assert self.decode is not None, "it has answered"
-        self._has_kept = True
-        return [Keep(self.decode, params)]
 
     def _in_the_middle(self, error: ApiError) -> ApiError:
         if self.beginning is None:

@@ -6,14 +6,13 @@ import asyncio
 import collections
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import aiohttp
 
 from ..connector.p2p.params import MOVE
-from ..web.json_body import object_of
 from ..web.sse import Event
 from .endings import objection_to
 from .exchange import Begun, Exchange, Offer, Result, error_in, transfer_error
@@ -29,9 +28,6 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 TRANSFER_HEADER = "X-KV-Transfer"
 #: A node's error code for a request that failed after it was accepted. Without the header above it means a failed load.
 LOAD_FAILED = "generation_failed"
-
-#: Called with the params of an answer's offer.
-NoteParams = Callable[[Mapping[str, Any]], object]
 
 #: Bounds on requests to producers that do not answer. The lease ends an offer that we do not release.
 MAX_RELEASES = 256
@@ -129,37 +125,19 @@ class Handoffs:
         request_id = f"release-{exchange.request_id}"
         self._begin(_told(session, exchange, offer.node, request_id, {**offer.params, **flags}))
 
-    def ask(
-        self, session: aiohttp.ClientSession, exchange: Exchange, node: UpstreamNode, note: NoteParams
-    ) -> asyncio.Task[None] | None:
-        """Ask a decode node in the background for the offer of an answer that it has just streamed.
-
-        Returns:
-            None if too many such questions are in flight.
-        """
-
-        async def asked() -> None:
-            request_id, params = f"question-{uuid.uuid4().hex}", {"answer_of": exchange.request_id}
-            found = await _told(session, exchange, node, request_id, params)
-            if found is not None and "answer_lease_s" in found:
-                note(found)
-
-        return self._begin(asked())
-
     async def stop(
         self, session: aiohttp.ClientSession, exchange: Exchange, node: UpstreamNode, name: str
     ) -> None:
         """Ask a decode node to stop an answer after its next token, for another node to go on with. Its stream says whether it did."""
         await _told(session, exchange, node, f"move-{uuid.uuid4().hex}", {MOVE: name})
 
-    def _begin(self, telling: Coroutine[Any, Any, Any]) -> asyncio.Task[Any] | None:
+    def _begin(self, telling: Coroutine[Any, Any, None]) -> None:
         if len(self._releases) >= MAX_RELEASES:
             telling.close()
-            return None
+            return
         task = asyncio.create_task(telling)
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
-        return task
 
     async def close(self) -> None:
         """Wait up to `LAST_RELEASES_S` for the releases in flight, then cancel them."""
@@ -175,8 +153,8 @@ async def _told(
     node: UpstreamNode,
     request_id: str,
     params: Mapping[str, Any],
-) -> Mapping[str, Any] | None:
-    """Send params to a node in an ordinary request, so that every node understands it; return those of its answer."""
+) -> None:
+    """Send params to a node in an ordinary request, so that every node understands it."""
     body: dict[str, Any] = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
     if "model" in exchange.body:
         body["model"] = exchange.body["model"]
@@ -186,11 +164,10 @@ async def _told(
         url = f"{node.url}/v1/completions"
         async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
             logger.debug("%s: %s answered %s: %d", exchange.request_id, node.url, request_id, response.status)
-            return params_of(object_of(await read_whole(response)))
+            await read_whole(response)
     except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
         # The lease will end the offer. A RuntimeError means that the session was closed meanwhile.
         logger.debug("%s: cannot tell %s: %s", exchange.request_id, node.url, reason_of(error))
-        return None
 
 
 def params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:

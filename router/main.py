@@ -181,12 +181,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="whether decode nodes compute prompts while no prefill node can: auto uses nodes that report the load "
         "failure policy recompute; always uses any node (default: %(default)s)",
     )
-    group.add_argument(
-        "--ask-for-answers",
-        action="store_true",
-        help="after a streamed answer, ask the decode node for the offer of its cache to the conversation's next turn, with one more "
-        "request; vLLM's nodes with the option offer_answer need that, because their streams cannot carry it (default: off)",
-    )
     add_drain_arguments(group)
     group.add_argument(
         "--reuse-port",
@@ -260,7 +254,6 @@ def _run(options: argparse.Namespace) -> None:
         node_access=node_access,
         # A key of the router's own clients is no key of the nodes.
         passes_keys_on=not access.keys,
-        asks_for_answers=options.ask_for_answers,
         placement=options.placement,
         follow=options.kv_events,
         limits=Limits(options.ttft_limit_ms / 1e3, options.itl_limit_ms / 1e3),

@@ -33,9 +33,6 @@ PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 #: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that gave the piece.
 NotePiece = Callable[[Source], None]
 
-#: What became of the answers that decode nodes offered.
-ANSWER_RESULTS = ("loaded", "failed", "none", "unknown", "unused")
-
 
 class RouterMetrics:
     """Hold the metrics of one router.
@@ -122,23 +119,9 @@ class RouterMetrics:
             "Streamed answers that their draining node has stopped, so that another one goes on with them",
             registry=self._registry,
         )
-        self.answers = Counter(
-            "kvferry_router_answers_total",
-            "Answers that a decode node offered to the next turn of its conversation, by what the prefill node did with them: loaded, "
-            "failed (it computed them), none (it had them), unknown (it did not say); or unused (no turn came for them)",
-            ["result"],
-            registry=self._registry,
-        )
-        for result in ANSWER_RESULTS:
-            self.answers.labels(result)
         self.followed_nodes = Gauge(
             "kvferry_router_nodes_with_kv_events",
             "Nodes whose KV events the router follows; what the others have cached is a guess from what was sent there",
-            registry=self._registry,
-        )
-        self.kept_answers = Gauge(
-            "kvferry_router_kept_answers",
-            "Offers of answers that the router keeps for the next turn of their conversations",
             registry=self._registry,
         )
         self.lost_prefills = Counter(

@@ -32,13 +32,13 @@ from .bodies import decode_body, prefill_body
 from .endings import choices_of, objection_to, says_engine_ended
 from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
 from .fleet import Fleet, Progress
-from .handoffs import NO_REASON, REMEDY, TRANSFER_HEADER, Handoffs, begun_of, params_of
+from .handoffs import NO_REASON, REMEDY, Handoffs, begun_of, params_of
 from .membership import Role
-from .metrics import ANSWER_RESULTS, NotePiece, RouterMetrics
+from .metrics import NotePiece, RouterMetrics
 from .moves import signal_in
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .reading import NodeAnswer
-from .sessions import Answer, Conversation, Sessions
+from .sessions import NO_TURN, Sessions, Turn
 from .states import NodeState
 from .timelines import Timeline
 from .ways import Facts, Options, named_offer
@@ -73,7 +73,6 @@ class Services:
         answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
         decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if it reports the
             policy `recompute`.
-        asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
         fleet: What the nodes have to do.
         moves: The turns of answers that move to another node.
         session: For requests to nodes.
@@ -86,7 +85,6 @@ class Services:
     options: Options
     answer_timeout_s: float
     decode_alone: DecodeAlone
-    asks_for_answers: bool
     fleet: Fleet
     sessions: Sessions = field(default_factory=Sessions)
     moves: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_MOVES))
@@ -134,6 +132,7 @@ class Performance:
     Args:
         queue: The span until a node is called for the first time.
         note_piece: Called with each piece of a stream that has arrived.
+        turn: Of the conversation that the request continues.
     """
 
     def __init__(
@@ -144,6 +143,7 @@ class Performance:
         timeline: Timeline,
         queue: Span = NO_SPAN,
         note_piece: NotePiece = lambda way: None,
+        turn: Turn = NO_TURN,
     ) -> None:
         self._services = services
         self._exchange = exchange
@@ -151,6 +151,7 @@ class Performance:
         self._timeline = timeline
         self._queue = queue
         self._note_piece = note_piece
+        self._turn, self._prefill_url = turn, turn.prefill_url  # of the node that has most of the prompt
         self._progress = Progress(services.fleet, exchange.body)
         self._chosen = ""  # URL of the node that is to compute the prompt
         self._asked_at: dict[UpstreamNode, int] = {}  # decode nodes, with their `num_ends` then
@@ -278,8 +279,6 @@ class Performance:
                 self._end("prefill")
             case does.EndDecode():
                 self._end("decode")
-            case does.Keep(node, params):
-                self._keep(node, params)
             case does.Note(fact, why):
                 self._say(fact, why)
 
@@ -338,9 +337,6 @@ class Performance:
                 role = fact.removesuffix(" lost")
                 logger.warning("%s: %s: %s", request_id, role, why)
                 metrics.retries.labels(role).inc()
-            case "answer not loaded":
-                logger.info("%s: prefill without the cache of the last answer: %s", request_id, why)
-                metrics.answers.labels("failed").inc()
             case "prefill lost late":
                 logger.warning("%s: the prefill was lost after its decode had begun: %s", request_id, why)
                 metrics.lost_prefills.inc()
@@ -359,27 +355,11 @@ class Performance:
                 logger.info("%s: %s has stopped the answer, for another node to go on", request_id, node.url)
                 metrics.stopped_answers.inc()
 
-    def _keep(self, node: UpstreamNode, params: Mapping[str, Any] | None) -> None:
-        """Keep the offer of an answer for the next turn, and release one that no turn can use."""
-        services, exchange, question = self._services, self._exchange, None
-        is_asked = services.asks_for_answers and self._stream is not None and exchange.key is not None
-        if params is None and is_asked:
-            # vLLM cannot put it into a stream.
-            question = services.handoffs.ask(services.session, exchange, node, partial(self._keep, node))
-        answer = None if params is None else Answer.of(node, params)
-        unused = services.sessions.remember(
-            exchange.key, Conversation(exchange.prefill_url, answer, question)
-        )
-        if unused is not None and unused.is_usable:
-            services.metrics.answers.labels("unused").inc()
-            services.handoffs.release(services.session, exchange, Offer(unused.node, unused.params))
-
     # -- nodes ---------------------------------------------------------------------------------------
 
     def _facts(self, prefill: UpstreamNode | None, decode: UpstreamNode | None = None) -> Facts:
         exchange = self._exchange
-        conditions = exchange.may_ask_both, exchange.conversation.has_answer
-        return Facts(self._services.options, *conditions, prefill, decode)
+        return Facts(self._services.options, exchange.may_ask_both, prefill, decode)
 
     async def _place(self) -> Actions:
         exchange, services = self._exchange, self._services
@@ -397,7 +377,7 @@ class Performance:
             current_span().set(placement=exchange.placement)
             services.metrics.placements.labels("local" if choice.is_local else "handover").inc()
             if choice.is_local:
-                exchange.prefill_url = choice.decode.url
+                self._note_computed(choice.decode.url)
                 return exchange.placed_at(decodes[choice.decode.url])
             self._chosen = choice.prefill.url
         if choice is not None:
@@ -408,13 +388,18 @@ class Performance:
             # Before the prefill: without a decode node its offer would only hold blocks until the lease ends.
             return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
         chosen = (node for node in prefills if node.url == self._chosen)
-        prefill = next(chosen, None) or services.prefill_pool.likely({}, body, exchange.prefill_url)
+        prefill = next(chosen, None) or services.prefill_pool.likely({}, body, self._prefill_url)
         if (offer := named_offer(self._facts(prefill, decode))) is None or decode is None:
             return exchange.placed()
         services.metrics.asked_both.inc()
         return exchange.placed(
             offer, services.decode_pool.pick(tried, lambda node: node is decode, body=body)
         )
+
+    def _note_computed(self, url: str) -> None:
+        """Note which node has the prompt, for another attempt and for the conversation's next turn."""
+        self._prefill_url = url
+        self._services.sessions.remember(self._turn, url)
 
     def _forget_ended(self) -> None:
         """Let nodes whose process has ended since they were asked be asked again: an answer may outlive more losses than there are nodes.
@@ -462,7 +447,7 @@ class Performance:
         if may_use is None and self._chosen and not tried:
             may_use = lambda node: node.url == self._chosen
         choice = services.prefill_pool.use_one(
-            tried, may_use, body=exchange.body, preferred=exchange.prefill_url
+            tried, may_use, body=exchange.body, preferred=self._prefill_url
         )
         try:
             async with choice as node:
@@ -470,7 +455,6 @@ class Performance:
                 body = prefill_body(
                     exchange.body,
                     wish=action.wish or {RELEASE_AS: name},
-                    answer=None if action.answer is None else action.answer.params,
                 )
                 self._timeline.prefill_sent(node.url)
                 self._progress.prompt_asked(node.url)
@@ -501,11 +485,8 @@ class Performance:
             return partial(exchange.prefill_lost, error, is_lost=error.is_lost)
         except ApiError as error:
             return partial(exchange.prefill_refused, error)
-        if action.answer is not None:
-            said = answer.headers.get(TRANSFER_HEADER, "unknown")
-            services.metrics.answers.labels(said if said in ANSWER_RESULTS else "unknown").inc()
         node.note_params(params)
-        exchange.prefill_url = node.url
+        self._note_computed(node.url)
         if params is None:
             logger.debug("%s: %s offered no KV cache", exchange.request_id, node.url)
             return partial(exchange.prefill_answered, None)
@@ -524,8 +505,7 @@ class Performance:
         """Ask a decode node. Returns what comes of it."""
         exchange, node = self._exchange, action.node
         self._asked_at[node] = node.num_ends
-        may_offer = exchange.key is not None
-        body = decode_body(exchange.body, action.params, action.after, may_offer_answer=may_offer)
+        body = decode_body(exchange.body, action.params, action.after)
         # As they are now, because they are part of the request.
         abilities = node.abilities if self._services.options.continue_answers else Abilities()
         move_as = draw_offer_name()

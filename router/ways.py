@@ -48,13 +48,11 @@ class Facts:
 
     Attributes:
         may_ask_both: No attempt of this request has failed that way, and the client has no token yet.
-        has_answer: The prefill node is to load the latest answer of the conversation.
         prefill, decode: The nodes that would be asked now. None: there is none, or it does not matter.
     """
 
     options: Options
     may_ask_both: bool = True
-    has_answer: bool = False
     prefill: UpstreamNode | None = None
     decode: UpstreamNode | None = None
 
@@ -70,11 +68,6 @@ class Row(NamedTuple):
 TABLE = (
     Row("`--rendezvous off`", lambda f: not f.options.rendezvous, Way.IN_TURN),
     Row("the client has tokens, or both were asked in vain", lambda f: not f.may_ask_both, Way.IN_TURN),
-    Row(
-        "the prefill node is to load the conversation's latest answer",
-        lambda f: f.has_answer,
-        Way.IN_TURN,
-    ),
     Row(
         "the prefill node does not say where it can be reached",
         lambda f: _params("1" * 32, f.prefill) is None,

@@ -27,8 +27,6 @@ class HandoffConfig:
     Attributes:
         lease_s: A producer keeps an offer for this long after its consumer was last heard. A consumer renews its leases after a
             sixth of its own `lease_s`, and at least every 5 s, so set the same value on both.
-        answer_lease_s: A decode node keeps the offer of an answer for this long, until a consumer claims it. It is the time
-            that a user has to send the next message of a conversation.
         max_hold_s: Longest time for which a producer renews the lease of a finished request, however often its consumer
             asks for that. Must be more than a consumer's `load_wait_s`.
         connect_timeout_s: On the consumer's side, from the decision to connect to the end of the handshake; on the
@@ -56,7 +54,6 @@ class HandoffConfig:
     """
 
     lease_s: Seconds = 30.0
-    answer_lease_s: Seconds = 60.0
     max_hold_s: Seconds = 600.0
     connect_timeout_s: Seconds = 5.0
     claim_timeout_s: Seconds = 10.0

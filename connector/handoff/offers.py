@@ -223,7 +223,6 @@ class Offer:
         self.deadline = math.inf
         self.claimants = Claimants(num_loads)
         self._config = config
-        self._lease_s = config.lease_s
         self._renewable_until = math.inf
         self._awaited_until = math.inf
 
@@ -278,14 +277,14 @@ class Offer:
         self.grant = grant
         self._go_to(OfferState.OPEN)
 
-    def offer(self, grant: Grant, now: float, *, is_answer: bool = False) -> None:
-        """Make it for a request that has finished. The lease runs; that of an answer is `answer_lease_s`, until its first claim."""
+    def offer(self, grant: Grant, now: float) -> None:
+        """Make it for a request that has finished. The lease runs."""
         self.grant = grant
-        self._start_lease(now, self._config.answer_lease_s if is_answer else self._config.lease_s)
+        self._start_lease(now)
 
     def complete(self, now: float) -> None:
         """Note that the request of an open offer has finished. The lease runs from now on."""
-        self._start_lease(now, self._config.lease_s)
+        self._start_lease(now)
 
     def extend(self, block_ids: BlockTables, num_ready: int) -> Progress | None:
         """Note that more tokens are ready.
@@ -344,9 +343,7 @@ class Offer:
         That bound is the producer's: a consumer that sends heartbeats for ever must not keep blocks for ever.
         """
         if self.state is OfferState.LEASED and now < self._renewable_until:
-            # Also if the lease was that of an answer: a consumer that claims and then freezes is no user who thinks.
-            self._lease_s = self._config.lease_s
-            self.deadline = now + self._lease_s
+            self.deadline = now + self._config.lease_s
 
     def next_answer(self, now: float) -> None:
         """Note that the claimants were told just now that the request still runs."""
@@ -359,7 +356,7 @@ class Offer:
             return (
                 f"expired: its consumer was not done {self._config.max_hold_s} s after the request finished"
             )
-        return f"expired: its consumer sent no heartbeat for {self._lease_s} s"
+        return f"expired: its consumer sent no heartbeat for {self._config.lease_s} s"
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -367,11 +364,10 @@ class Offer:
     def _answer_interval_s(self) -> float:
         return self._config.claim_timeout_s / _ANSWERS_PER_CLAIM_TIMEOUT
 
-    def _start_lease(self, now: float, lease_s: float) -> None:
-        self._lease_s = lease_s
-        self.deadline = now + lease_s
-        # A claim that comes within the lease gets time to read, even if `max_hold_s` is shorter than an answer's lease.
-        self._renewable_until = now + max(self._config.max_hold_s, lease_s)
+    def _start_lease(self, now: float) -> None:
+        self.deadline = now + self._config.lease_s
+        # A claim that comes within the lease gets time to read, even if `max_hold_s` is shorter.
+        self._renewable_until = now + max(self._config.max_hold_s, self._config.lease_s)
         self._go_to(OfferState.LEASED)
 
     def _go_to(self, state: OfferState) -> None:

@@ -139,15 +139,12 @@ class ProducerProtocol:
         now: float,
         content: str = "",
         guard_value: int = 0,
-        *,
-        is_answer: bool = False,
     ) -> list[Action]:
         """Hold a finished request's blocks for a consumer. `OfferEnded` follows, exactly once.
 
         Args:
             content: What a consumer compares with its own prompt; see `Grant`.
             guard_value: A number that no other offer ever has; 0: the lease number is one.
-            is_answer: The lease is `answer_lease_s` until a consumer claims.
 
         Raises:
             KVTransferStateError: the number is that of another offer, or the request is offered already.
@@ -156,7 +153,7 @@ class ProducerProtocol:
         grant = self._grant_of(offer, block_ids, num_tokens, num_tokens, content, guard_value)
         if grant is None:
             return self._refuse(offer)
-        offer.offer(grant, now, is_answer=is_answer)
+        offer.offer(grant, now)
         return self._make(offer)
 
     def open(

@@ -49,7 +49,7 @@ class PeerToPeerConnector(KVConnectorBase):
         super().__init__(config, role, kv_cache_config)
 
     def make_scheduler_half(self) -> HandoffScheduler:
-        return HandoffScheduler(self.kv_transfer_config, self.kv_cache_config, self._options)
+        return HandoffScheduler(self.kv_transfer_config, self.kv_cache_config)
 
     def make_worker_half(self) -> HandoffWorker:
         options = self._options

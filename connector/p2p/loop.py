@@ -521,7 +521,6 @@ class _Driver:
                 _now(),
                 order.content,
                 order.guard_value,
-                is_answer=order.is_answer,
             )
         else:
             actions = producer.open(

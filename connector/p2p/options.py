@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
-from ...transports.checked import Refused, integer, shown
+from ...transports.checked import Refused, shown
 from ...transports.errors import ConfigurationError
 from ...transports.options import option_names, require_known, require_valid
 from ..handoff.config import HandoffConfig
@@ -32,12 +32,8 @@ class ConnectorOptions:
         transport_options: The transport's own options; it refuses those that it does not know.
         trace: Keep the spans of each handoff (offers, claims, grants, loads, reads) among the connector's stats, for
             `kvferry explain`. Costs a few microseconds per message.
-        offer_answer: When a request of a decode node ends, offer the cache of its prompt and answer, so that the prefill node
-            loads it in the conversation's next turn; and let a prefill node load such offers. Set it on both nodes.
         weights_by_name: Inside vLLM, a model of which no file is on this machine is compared with those of peers by its name.
             Otherwise it needs a commit as its revision. Set it only if all nodes surely load the same weights.
-        answer_pool_percent: Share of the pool's blocks that offers of answers may hold. A further one ends the oldest, and
-            all of them yield to requests that need blocks.
         handoff: Deadlines and bounds. A user writes each beside the other options, e.g. `{"lease_s": 10}`.
 
     Raises:
@@ -49,9 +45,7 @@ class ConnectorOptions:
     transport: Annotated[str, _scheme] = "shm"
     transport_options: Mapping[str, object] = field(default_factory=dict)
     trace: bool = False
-    offer_answer: bool = False
     weights_by_name: bool = False
-    answer_pool_percent: Annotated[int, integer(1, 100)] = 50
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
 
     def __post_init__(self) -> None:

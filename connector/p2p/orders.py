@@ -41,7 +41,6 @@ class OfferOrder:
         num_tokens: Tokens whose keys and values are in the blocks; the last block may be partly filled.
         content: Digest of the tokens that they were computed from.
         guard_value: What its guard holds; 0: the offer's number.
-        is_answer: The tokens are a prompt and its answer, and the consumer is the node of the conversation's next prompt.
     """
 
     lease: int
@@ -49,7 +48,6 @@ class OfferOrder:
     num_tokens: int
     content: str
     guard_value: int = 0
-    is_answer: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,7 @@ An offer can be loaded once. With `"num_loads": N` beside `"do_remote_decode": t
 the same one: several answers to one prompt may then be given at several nodes. It ends after the last of them. A router that has sent it to
 all that need it sends it back as above: what has not begun by then is not waited for.
 
-A node with the option `offer_answer` answers a request that had an offer to load with params as well: those of an offer of
-prompt and answer. A router keeps them and sends them with the conversation's next prompt to a prefill node, with
-`"do_remote_decode": true` set. `"offer_answer": false` in a request means that no node would load such an offer, and true
-asks for one although the request loads nothing. vLLM cannot put params into a stream. So a router may send another request to
-the same node, with `"answer_of"` and the request id of the streamed one; its params are those of that answer.
-
-Likewise `"describe": true` asks a node what it is. Its answer's params have its `kv_role`, `load_failure_policy` and
+`"describe": true` asks a node what it is. Its answer's params have its `kv_role`, `load_failure_policy` and
 `protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of which that is the
 digest. If the prompt for a decode node ends with tokens of the answer, the router sends the digest of the node that chose them, as
 `"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
@@ -56,7 +50,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
-from ...transports.checked import Record, Refused, boolean, each, integer, integers, refuse, shown, text
+from ...transports.checked import Record, Refused, each, integer, integers, refuse, shown, text
 from ..errors import InvalidTransferParamsError
 from ..handoff.events import BlockTables, RemoteOffer
 from ..handoff.messages import (
@@ -215,8 +209,6 @@ class _Flags:
     do_remote_prefill: bool = False
     do_release: bool = False
     num_loads: Annotated[int | None, integer(1, MAX_LOADS)] = None
-    offer_answer: Annotated[bool | None, boolean] = None
-    answer_of: Annotated[str | None, _name] = None
     describe: bool = False
     explain: Annotated[str | None, _name] = None
     continues: Annotated[tuple[str, str] | None, _beginning] = None
@@ -244,9 +236,6 @@ class TransferWish:
         release_as: The name by which a router may release the offered result; empty: none.
         rendezvous: The name under which to offer the result, while the prompt is still being computed where that is possible;
             empty: the node names the offer.
-        offer_answer: Offer the blocks of prompt and answer when the request has finished, where the node does that. None: if
-            the request has an offer to load.
-        answer_of: The request whose answer's offer is to be named in the params of this one; empty: none.
         describe: Describe the node in the params of the answer.
         explain: The request whose spans are to be told in the params of this one, if the engine is vLLM; empty: none.
         continues: The prompt may end with the beginning of an answer, which must be that of a node with this identity. Empty:
@@ -262,8 +251,6 @@ class TransferWish:
     release_named: str = ""
     release_as: str = ""
     rendezvous: str = ""
-    offer_answer: bool | None = None
-    answer_of: str = ""
     describe: bool = False
     explain: str = ""
     continues: str = ""
@@ -312,8 +299,6 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         release=offer if flags.do_release else None,
         release_named=release_as if flags.do_release else "",
         release_as=release_as if flags.do_remote_decode else "",
-        offer_answer=flags.offer_answer,
-        answer_of=flags.answer_of or "",
         describe=flags.describe,
         explain=flags.explain or "",
         continues="" if flags.continues is None else flags.continues[0],

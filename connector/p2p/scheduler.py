@@ -25,7 +25,6 @@ from ..handoff.messages import PROTOCOL_VERSION
 from ..handoff.numbers import GuardNumbers
 from ..identity.content import content_digest
 from ..kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
-from .options import ConnectorOptions
 from .orders import (
     Announcement,
     ExtendOrder,
@@ -95,8 +94,7 @@ class _OwnOffer:
         num_loads: Loads after which it is over.
         release_as: The name by which the router may release it; empty: none.
         is_released: The router has done so before it was made, so it is not made any more.
-        is_answer: Whether it is of prompt and answer, for the prefill node of the conversation's next turn.
-        only_moved: The same, but only for a node that goes on with the answer, if it is stopped.
+        is_answer: Whether it is of prompt and answer, for the node that goes on with a stopped answer.
     """
 
     lease: int
@@ -107,16 +105,6 @@ class _OwnOffer:
     release_as: str = ""
     is_released: bool = False
     is_answer: bool = False
-    only_moved: bool = False
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """An offer of prompt and answer: the id that the client gave, the blocks that it holds, and its params."""
-
-    client_request_id: str
-    num_blocks: int
-    params: dict[str, Any]
 
 
 @dataclass(repr=False)
@@ -161,27 +149,12 @@ class HandoffScheduler(SchedulerHalf):
     A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers a prompt only
     if nothing was computed after it, and loads an offer only if it ends before the prompt's last token, which every
     engine computes itself. The producer must therefore be given the prompt without that token.
-
-    Offers of answers serve a turn that may never come. So they hold at most a share of the pool, and the oldest one ends for
-    each request that cannot get blocks. An offer that a consumer reads goes on.
-
-    Args:
-        options: Its `offer_answer` and `answer_pool_percent` count here.
     """
 
-    def __init__(
-        self,
-        config: KVTransferConfig,
-        kv_cache_config: KVCacheConfig,
-        options: ConnectorOptions | None = None,
-    ) -> None:
-        options = options or ConnectorOptions()
+    def __init__(self, config: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
         #: Whether what this node computed may be offered. While it may not, requests end without an offer.
         self.may_offer = True
         self._config = config
-        self._offers_answers = options.offer_answer
-        self._answer_lease_s = options.handoff.answer_lease_s
-        self._max_answer_blocks = kv_cache_config.num_blocks * options.answer_pool_percent // 100
         specs = self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = tuple(spec.block_size for spec in specs)
         self._has_state = any(map(_keeps_state, specs))
@@ -194,13 +167,9 @@ class HandoffScheduler(SchedulerHalf):
         # They name an offer by its number, and not always a request that is known here.
         self._releases: list[tuple[str, int]] = []
         self._used_names: OrderedDict[str, None] = OrderedDict()
-        # By request, oldest first; without the offers that were ended to free blocks.
-        self._answers: dict[str, _Answer] = {}
-        # Requests that only ask for the params of another one's answer, or what this node is.
-        self._questions: dict[str, TransferWish] = {}
+        # Requests that only ask what this node is.
+        self._questions: set[str] = set()
         self._counts: Counter[str] = Counter()
-        # Requests that the engine asked about in this step, and has not given blocks to yet.
-        self._without_blocks: set[str] = set()
         # Any client can cause these lines, so they are limited.
         self._role_log = LimitedLog(logger, max_lines=1, interval_s=60.0)
 
@@ -258,8 +227,8 @@ class HandoffScheduler(SchedulerHalf):
                 f"request id {request_id!r} is in use: the worker halves are not done with the earlier request, which is "
                 f"{known.state.value!r}; use another id"
             )
-        if wish.answer_of or wish.describe:
-            self._questions[request_id] = wish
+        if wish.describe:
+            self._questions.add(request_id)
             return
         if wish.release_named:
             self._release_named(wish.release_named)
@@ -286,9 +255,6 @@ class HandoffScheduler(SchedulerHalf):
                 self._use_name(wish.rendezvous)
                 lease = rendezvous_lease(wish.rendezvous)
                 offer = _OwnOffer(lease, content, wish.rendezvous, guard_value=offer.lease)
-        elif wish.offer_answer and request.prompt_embeds is None:
-            # The next prompt has token ids, so its digest could not equal that of vectors.
-            offer = _OwnOffer(self._numbers.draw(), "", is_answer=True)
         state = RequestState.ANNOUNCED if claim is None else RequestState.CLAIMED
         traceparent = traceparent_of(request.kv_transfer_params)
         record = self._requests[request_id] = _Request(request_id, state, claim, offer, traceparent)
@@ -303,7 +269,6 @@ class HandoffScheduler(SchedulerHalf):
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        self._without_blocks.add(request.request_id)
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return 0, False
@@ -325,7 +290,6 @@ class HandoffScheduler(SchedulerHalf):
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Order the load into the blocks, or drop the claim if there is nothing to load."""
-        self._without_blocks.discard(request.request_id)
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return
@@ -372,8 +336,8 @@ class HandoffScheduler(SchedulerHalf):
     def request_stopping(self, request: ConnectorRequest) -> None:
         """Announce an offer of prompt and answer: the node that goes on may claim it before the worker halves get the offer."""
         if request.request_id in self._requests:
-            return  # it offers its answer anyway, or is in the middle of another handoff
-        own = _OwnOffer(self._numbers.draw(), "", is_answer=True, only_moved=True)
+            return  # it is in the middle of another handoff
+        own = _OwnOffer(self._numbers.draw(), "", is_answer=True)
         traceparent = traceparent_of(request.kv_transfer_params)
         record = _Request(request.request_id, RequestState.ANNOUNCED, None, own, traceparent)
         self._requests[request.request_id] = record
@@ -394,13 +358,10 @@ class HandoffScheduler(SchedulerHalf):
         """Take the orders that were collected since the last step.
 
         Args:
-            scheduler_output: Names the requests that lost their blocks, and says whether the pool is full; None if neither
-                is so. The worker halves end those of their open offers that they know of; an open order that was not sent yet
-                is withdrawn here, and claims of that offer are denied.
+            scheduler_output: Names the requests that lost their blocks; None if none did. The worker halves end
+                those of their open offers that they know of. An open order that was not sent yet is withdrawn
+                here, and claims of that offer are denied.
         """
-        is_pool_full = scheduler_output is not None and scheduler_output.pool_is_full
-        self._yield_answers(len(self._without_blocks) + is_pool_full)
-        self._without_blocks.clear()
         for request_id in scheduler_output.preempted_req_ids if scheduler_output is not None else ():
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.OPEN:
@@ -431,7 +392,6 @@ class HandoffScheduler(SchedulerHalf):
         for request_id in connector_output.finished_sending:
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.OFFERED:
-                self._answers.pop(request_id, None)
                 self._move(record, RequestState.ENDED)
 
     def request_finished(
@@ -445,9 +405,9 @@ class HandoffScheduler(SchedulerHalf):
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called. The request
                 is forgotten.
         """
-        self._without_blocks.discard(request.request_id)
-        if (question := self._questions.pop(request.request_id, None)) is not None:
-            return False, self.describe() if question.describe else self._params_of_answer(question.answer_of)
+        if request.request_id in self._questions:
+            self._questions.remove(request.request_id)
+            return False, self.describe()
         record = self._requests.get(request.request_id)
         if record is None:
             return False, None
@@ -521,15 +481,11 @@ class HandoffScheduler(SchedulerHalf):
     def _make_answer_offer(
         self, request: ConnectorRequest, record: _Request, own: _OwnOffer, tables: BlockTables
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer prompt and answer of a finished request, or withdraw the announcement if they cannot be offered."""
-        num_tokens, num_blocks = _num_answered_tokens(request), sum(map(len, tables))
-        is_moved = request.finish_reason == MOVED
-        is_wanted = is_moved or not own.only_moved
+        """Offer prompt and answer of a stopped request, or withdraw the announcement if they cannot be offered."""
+        num_tokens = _num_answered_tokens(request)
         # A state cannot be cut back to the tokens that are certain.
         is_exact = not self._has_state or request.num_computed_tokens == num_tokens
-        can_offer = _has_whole_prompt(request) and is_wanted and is_exact
-        # A moved answer is loaded at once, and its request had the blocks anyway.
-        can_offer = can_offer and (is_moved or num_blocks <= self._max_answer_blocks)
+        can_offer = _has_whole_prompt(request) and request.finish_reason == MOVED and is_exact
         can_offer = can_offer and self._can_be_continued(tables, num_tokens)
         if not can_offer or not self.may_offer or not self._workers:
             self._withdraw(record, own)
@@ -537,18 +493,9 @@ class HandoffScheduler(SchedulerHalf):
             return False, None
         offer = replace(self._name_offer(request, own.lease, tables), num_tokens=num_tokens)
         content = content_digest(request, num_tokens)
-        self._order(record).offer = OfferOrder(own.lease, tables, num_tokens, content, is_answer=not is_moved)
+        self._order(record).offer = OfferOrder(own.lease, tables, num_tokens, content)
         self._move(record, RequestState.OFFERED)
-        if is_moved:
-            return True, offer_params(offer, record.traceparent)
-        # A router need not send the next prompt with an offer whose lease has run out.
-        params = {**offer_params(offer, record.traceparent), "answer_lease_s": self._answer_lease_s}
-        # Hosts that make their own ids of the clients' say so; see `ConnectorRequest`.
-        client_request_id = getattr(request, "client_request_id", request.request_id)
-        self._answers[request.request_id] = _Answer(client_request_id, num_blocks, params)
-        while sum(answer.num_blocks for answer in self._answers.values()) > self._max_answer_blocks:
-            self._end_oldest_answer()
-        return True, params
+        return True, offer_params(offer, record.traceparent)
 
     def _can_be_continued(self, tables: BlockTables, num_tokens: int) -> bool:
         """Say whether all blocks are here that the token after these sees.
@@ -562,30 +509,6 @@ class HandoffScheduler(SchedulerHalf):
                 if _NULL_BLOCK in table[first : -(-num_tokens // spec.block_size)]:
                     return False
         return True
-
-    def _params_of_answer(self, answered: str) -> dict[str, Any] | None:
-        """Find the newest answer to a request that was sent under this id, the whole of it: who knows it may have the offer."""
-        return next(
-            (
-                answer.params
-                for answer in reversed(self._answers.values())
-                if answer.client_request_id == answered
-            ),
-            None,
-        )
-
-    def _yield_answers(self, num_waiting: int) -> None:
-        """End an offer of an answer for each request that waits for blocks. If that is too little, the next step ends more."""
-        for _ in range(min(num_waiting, len(self._answers))):
-            self._end_oldest_answer()
-
-    def _end_oldest_answer(self) -> None:
-        request_id = next(iter(self._answers))
-        del self._answers[request_id]
-        own = self._requests[request_id].offer
-        assert own is not None
-        # In the same way as a router would end it, which leaves an offer that is being read alone.
-        self._releases.append((request_id, own.lease))
 
     def _can_offer(self, request: ConnectorRequest) -> bool:
         if not self.may_offer or not _has_whole_prompt(request):
@@ -717,17 +640,10 @@ class HandoffScheduler(SchedulerHalf):
         )
 
     def _within_role(self, request_id: str, wish: TransferWish) -> TransferWish:
-        # With offers of answers, caches go both ways: a producer loads those of earlier turns, and a consumer makes them.
-        may_load = self._config.is_kv_consumer or (self._offers_answers and wish.offer_result)
-        may_offer_answer = self._config.is_kv_consumer and self._offers_answers
-        wants_answer = wish.load_from is not None if wish.offer_answer is None else wish.offer_answer
-        # A request that offers its prompt is a prefill. Its answer is one token, which the decode node computes again.
-        is_answer_offered = may_offer_answer and wants_answer and not wish.offer_result
-        wish = replace(wish, offer_answer=is_answer_offered or None)
         allowed = replace(
             wish,
             offer_result=wish.offer_result and self._config.is_kv_producer,
-            load_from=wish.load_from if may_load else None,
+            load_from=wish.load_from if self._config.is_kv_consumer else None,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
             release_as=wish.release_as if self._config.is_kv_producer else "",
         )

@@ -63,7 +63,6 @@ class Step:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     scheduled_requests: Sequence[ScheduledRequest] = ()
-    pool_is_full: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -25,7 +25,6 @@ from .config import (
     engine_config,
     event_publisher,
     kv_cache_config,
-    require_role,
     served_groups,
 )
 from .identity import model_identity
@@ -271,18 +270,16 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     watch_engine_cores()
-    options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config, vllm_config)
     transfer = engine_config(vllm_config, pool).kv_transfer
     assert transfer is not None
-    require_role(options, transfer)
     shared = SharedOffers(bool(vllm_config.cache_config.enable_prefix_caching))
     parallel = vllm_config.parallel_config
     # Behind one address a router cannot know which of several engines computes a prompt.
     has_own_address = getattr(parallel, "data_parallel_size", 1) == 1 or getattr(
         parallel, "data_parallel_external_lb", False
     )
-    half = HandoffScheduler(transfer, pool, options)
+    half = HandoffScheduler(transfer, pool)
     served = tuple(served_groups(config, vllm_config))
     specs = (group.kv_cache_spec for group in pool.kv_cache_groups)
     windows = WindowBlocks(dict(zip(served, specs, strict=True)))

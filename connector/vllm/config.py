@@ -125,22 +125,6 @@ def engine_config(
     )
 
 
-def require_role(options: ConnectorOptions, transfer: KVTransferConfig) -> None:
-    """Check that a node which is to load answers has a role in which vLLM lets it load safely.
-
-    Raises:
-        ConfigurationError: it has not.
-    """
-    if options.offer_answer and not transfer.is_kv_consumer:
-        # Only for consumers does vLLM keep freed blocks back while a step in flight may still write to them.
-        raise ConfigurationError(
-            f"offer_answer does not fit kv_role {transfer.kv_role!r} inside vLLM, because the node would load answers: set "
-            "kv_role to 'kv_both'",
-            key="offer_answer",
-            value=True,
-        )
-
-
 def kv_cache_config(config: Any, vllm_config: Any = None) -> KVCacheConfig:
     """Translate vLLM's pool: its blocks and the groups that are handed over. Where the bytes lie is read off the tensors.
 

@@ -72,10 +72,6 @@ class VllmRequest:
     mm_features: Sequence[_Item]
     prompt_embeds: torch.Tensor | None
 
-    @property
-    def client_request_id(self) -> str:
-        return client_request_id(self.request_id)
-
     @classmethod
     def of(cls, request: Any, num_left_out: int = 0) -> Self:
         """Translate vLLM's request, without the last `num_left_out` tokens of its prompt."""
@@ -164,7 +160,6 @@ class _Step:
     """One of vLLM's steps in the form of `SchedulerOutput`, as far as the half reads it."""
 
     preempted_req_ids: frozenset[str]
-    pool_is_full: bool
 
 
 @dataclass
@@ -406,9 +401,7 @@ class SchedulerSide:
             return StepMetadata(self._half.build_connector_meta(), refused, is_idle=is_idle)
         preempted = self._take_preempted(scheduler_output)
         self._note_progress(scheduler_output)
-        # vLLM preempts for want of blocks.
-        is_full = bool(getattr(scheduler_output, "preempted_req_ids", None))
-        step = cast("SchedulerOutput", _Step(preempted, is_full))
+        step = cast("SchedulerOutput", _Step(preempted))
         return StepMetadata(self._half.build_connector_meta(step), refused, preempted, is_idle)
 
     def _take_preempted(self, scheduler_output: Any) -> frozenset[str]:

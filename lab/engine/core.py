@@ -310,7 +310,6 @@ class EngineCore:
             num_loading=len(scheduler.handoffs.loading),
             num_running=len(scheduler.running) + len(scheduler.ready),
             num_offered=scheduler.handoffs.num_offered,
-            num_offered_answers=scheduler.handoffs.num_offered_answers,
             num_blocks=self.parts.kv_cache_config.num_blocks - 1,
             num_free_blocks=manager.num_free_blocks,
             prefix_cache_hit_rate=manager.metrics.hit_rate,

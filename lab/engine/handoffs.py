@@ -25,7 +25,6 @@ from typing import Any
 
 from ...connector.base import KVConnectorMetadata, SchedulerHalf, SchedulerOutput
 from ...connector.output import KVConnectorOutput
-from ...connector.p2p.params import MOVED
 from ...transports.outside import bug_log, log_traceback
 from .errors import StepFailedError, reason_of
 from .request import Request
@@ -170,16 +169,6 @@ class Handoffs:
     def num_offered(self) -> int:
         """Finished requests whose blocks are kept for another node."""
         return sum(Hold.OFFERED in transfer.holds for transfer in self._transfers.values())
-
-    @property
-    def num_offered_answers(self) -> int:
-        """Those of `num_offered` that were made for the next turn of a conversation, which may never come."""
-        return sum(
-            Hold.OFFERED in transfer.holds
-            and transfer.request.finish_reason != MOVED
-            and not (transfer.request.kv_transfer_params or {}).get("do_remote_decode")
-            for transfer in self._transfers.values()
-        )
 
     @property
     def health(self) -> TransferHealth:

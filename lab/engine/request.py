@@ -109,12 +109,6 @@ class Request:
         return self.source.prompt_token_ids
 
     @property
-    def client_request_id(self) -> str:
-        """The id that the client gave: the node makes `cmpl-ID-SUFFIX` or `chatcmpl-ID-SUFFIX` of it."""
-        kind, _, inner = self.request_id.rpartition("-")[0].partition("-")
-        return inner if kind in ("cmpl", "chatcmpl") else self.request_id
-
-    @property
     def num_prompt_tokens(self) -> int:
         return len(self.source.prompt_token_ids)
 

@@ -149,7 +149,7 @@ class Scheduler:
             self._plan_all(draft)
         finished, self._finished_ids = self._finished_ids, set()
         scheduled = tuple(draft.scheduled.values())
-        plan = StepPlan(scheduled, finished, draft.preempted, pool_is_full=draft.pool_is_full)
+        plan = StepPlan(scheduled, finished, draft.preempted)
         try:
             return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
         except StepFailedError as failure:

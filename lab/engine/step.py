@@ -43,7 +43,6 @@ class StepPlan:
         scheduled_requests: What to compute, each request once.
         finished_req_ids: Requests that finished since the previous step.
         preempted_req_ids: Requests that lost their blocks in this step.
-        pool_is_full: A request that runs did not get all the blocks that it needs.
         error: Why the step cannot run; empty if it can. Then it must not be executed: see `Scheduler.step_refused`.
     """
 
@@ -51,7 +50,6 @@ class StepPlan:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     kv_connector_metadata: KVConnectorMetadata | None = None
-    pool_is_full: bool = False
     error: str = ""
 
     @property
@@ -65,6 +63,7 @@ class StepDraft:
 
     Attributes:
         suspect: The only request that may be part of it; None: any that is not a suspect.
+        pool_is_full: A request that runs did not get all the blocks that it needs.
     """
 
     num_free_tokens: int

@@ -228,10 +228,6 @@ class EngineStats:
     num_loading: int = _gauge("loading_requests", "Requests that wait for another node's KV cache")
     num_running: int = _gauge("running_requests", "Requests that are being computed")
     num_offered: int = _gauge("offered_requests", "Finished requests whose blocks are kept for another node")
-    num_offered_answers: int = _gauge(
-        "offered_answers",
-        "Of the offered requests, those whose blocks are kept for the next turn of a conversation",
-    )
     num_blocks: int = _gauge("blocks", "Blocks that requests can use: the pool without its null block")
     num_free_blocks: int = _gauge(
         "free_blocks",
@@ -245,12 +241,8 @@ class EngineStats:
 
     @property
     def is_idle(self) -> bool:
-        """Say whether no request is alive and no other node needs blocks of this one.
-
-        An answer may never be needed, and a node that would load it can compute it. So a node that drains does not wait for it.
-        """
-        num_needed = self.num_offered - self.num_offered_answers
-        return not (self.num_waiting or self.num_loading or self.num_running or num_needed)
+        """Say whether no request is alive and no other node needs blocks of this one."""
+        return not (self.num_waiting or self.num_loading or self.num_running or self.num_offered)
 
 
 def _require(holds: bool, param: str, value: object, allowed: str) -> None:

@@ -114,15 +114,13 @@ def test_words_of_the_command_line_do_not_move_the_cursor(capsys: pytest.Capture
 def test_the_file_gives_defaults_to_a_program_also_for_repeated_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.toml").write_text(
-        '[router]\nprefill = ["http://a", "http://b"]\nask-for-answers = true\n'
-    )
+    (tmp_path / "config.toml").write_text('[router]\nprefill = ["http://a", "http://b"]\nreuse-port = true\n')
     monkeypatch.setenv("KVFERRY_CONFIG", str(tmp_path / "config.toml"))
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(Program, "run", lambda self, arguments: seen.append(arguments) or 0)
     assert main(["router", "--decode", "http://c"]) == 0
     assert main(["router", "--decode", "http://c", "--prefill", "http://d"]) == 0
-    assert [(found.prefill, found.decode, found.ask_for_answers) for found in seen] == [
+    assert [(found.prefill, found.decode, found.reuse_port) for found in seen] == [
         (["http://a", "http://b"], ["http://c"], True),
         (["http://d"], ["http://c"], True),
     ]

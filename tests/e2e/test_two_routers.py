@@ -19,8 +19,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 PROMPT = "Two pilots know the same river, and either of them can bring the ferry in. "
 NUM_TOKENS = 80
-#: Nodes also offer their answers for a next turn, which a router that was lost has forgotten.
-OFFERS = ("--connector-option", "offer_answer=true", "--connector-option", "answer_lease_s=3")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def services(spawn: Spawn, tiny_arguments: Sequence[str], tmp_path: Path) -> Ite
             return stack.enter_context(Service(name, spawn, program, words, tmp_path))
 
         roles = ("prefill", "decode", "decode")
-        nodes = [start(role, "serve", "--role", role, *tiny_arguments, *LEASE, *OFFERS) for role in roles]
+        nodes = [start(role, "serve", "--role", role, *tiny_arguments, *LEASE) for role in roles]
         urls = [word for node in nodes for word in (f"--{node.name}", f"http://127.0.0.1:{node.port}")]
         routers = [
             start(name, "router", *urls, "--check-interval-s", "0.25", "--drain-delay-s", "1")

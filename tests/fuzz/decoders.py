@@ -20,7 +20,6 @@ from kvferry.connector.p2p.params import parse_transfer_params
 from kvferry.lab.engine.errors import InvalidRequestError
 from kvferry.lab.node.openai_request import parse_chat, parse_completion
 from kvferry.router import kv_events, membership
-from kvferry.router.sessions import take_offer
 from kvferry.transports.errors import KVTransferError
 from kvferry.transports.nixl import wire as nixl
 from kvferry.transports.shm import hello as shm
@@ -80,7 +79,7 @@ def _body(data: bytes) -> object:
 def _events(data: bytes) -> object:
     splitter = Splitter(MAX_EVENT_BYTES)
     events = [*splitter.add(data[: len(data) // 2]), *splitter.add(data[len(data) // 2 :]), *splitter.rest()]
-    return [(take_offer(event.raw), event.content, event.is_done) for event in events]
+    return [(event.content, event.is_done) for event in events]
 
 
 _PARSER: list[Any] = []

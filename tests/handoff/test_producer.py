@@ -78,22 +78,6 @@ def test_a_claim_is_granted_and_renews_the_lease(producer: ProducerProtocol) -> 
     assert producer.next_deadline() == 50.0
 
 
-def test_an_answer_waits_for_its_first_claim_with_a_lease_of_its_own(producer: ProducerProtocol) -> None:
-    producer.offer("r", 1, TABLES, 12, 0.0, is_answer=True)
-    assert producer.next_deadline() == 60.0
-    producer.receive(PEER, Claim("r", 1, **ONLY_RANK), now=59.0)
-    # From now on it ends as any other offer if its consumer falls silent.
-    assert producer.next_deadline() == 89.0
-
-
-def test_an_answer_that_no_consumer_claims_expires(producer: ProducerProtocol) -> None:
-    producer.offer("r", 1, TABLES, 12, 0.0, is_answer=True)
-    assert producer.advance(59.9) == []
-    clear, ended = producer.advance(60.0)
-    assert isinstance(clear, ClearGuard)
-    assert ended == OfferEnded("r", "expired", "expired: its consumer sent no heartbeat for 60.0 s")
-
-
 @pytest.mark.parametrize("prepare", [offered, claimed])
 def test_a_heartbeat_renews_the_lease(producer: ProducerProtocol, prepare) -> None:
     prepare(producer)

@@ -149,7 +149,7 @@ class BelievesAClosedConnection(Exchange):
     """A stream that ends is taken for a complete one."""
 
     def decode_ended(self) -> Actions:
-        return [*self._finish(), *self._end(does.End())]
+        return [*self._read_errors(self.tail), *self._end(does.End())]
 
 
 class BelievesThatAnAnswerIsWhole(Exchange):
@@ -245,18 +245,6 @@ class LeavesTheDecodeRunning(Exchange):
         return [action for action in super()._drop() if not isinstance(action, does.EndDecode)]
 
 
-class ShowsTheOffer(Exchange):
-    def events_arrived(self, events: Iterable[Event]) -> Actions:
-        events = list(events)
-        actions = super().events_arrived(events)
-        return [does.Send(events) if isinstance(action, does.Send) else action for action in actions]
-
-
-class LosesTheOfferOfTheAnswer(Exchange):
-    def _keep(self, params: Any) -> Actions:
-        return []
-
-
 class DropsAnEvent(Exchange):
     def events_arrived(self, events: Iterable[Event]) -> Actions:
         events = list(events)
@@ -345,8 +333,6 @@ BUGS = {
     TriesBothAtOnceForever: "both are not asked at once again after that has failed",
     LeavesThePrefillRunning: "",  # a second one begins, or it outlasts the exchange
     LeavesTheDecodeRunning: "",  # likewise
-    ShowsTheOffer: "the client ",
-    LosesTheOfferOfTheAnswer: "every offer of an answer is kept or released",
     DropsAnEvent: "the client gets each byte of one answer, once and in order",
     GivesAnswersUp: "an error is given only if no node could answer",
     MovesWithTheFirstEventOnly: "",  # a node that goes on knows too little, or a stop is not noticed
@@ -402,7 +388,6 @@ class FakeNode:
         ({}, Way.AT_ONCE),
         ({"options": Options(rendezvous=False)}, Way.IN_TURN),
         ({"may_ask_both": False}, Way.IN_TURN),
-        ({"has_answer": True}, Way.IN_TURN),
         ({"prefill": FakeNode(place={})}, Way.IN_TURN),
         ({"prefill": FakeNode(num_at_once=8)}, Way.IN_TURN),
         ({"prefill": None}, Way.IN_TURN),

@@ -100,7 +100,7 @@ async def test_both_nodes_are_asked_at_once_by_a_name() -> None:
     wish = prefill.bodies[0]["kv_transfer_params"]
     assert (wish["do_remote_decode"], len(name or ""), prefill.bodies[0]["stream"]) == (True, 32, False)
     expected = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": name, **WHERE}
-    assert decode.bodies[0]["kv_transfer_params"] == {**expected, "offer_answer": False}
+    assert decode.bodies[0]["kv_transfer_params"] == expected
 
 
 async def test_the_first_request_is_one_where_the_prefill_node_says_at_ready_where_it_is() -> None:
@@ -137,7 +137,7 @@ async def test_otherwise_they_are_asked_one_after_the_other(
     async with introduced([prefill], [decode], **options) as client:
         assert await ask(client, **fields) == 200
     assert prefill.names() == [None]
-    assert decode.bodies[0]["kv_transfer_params"] == {**(prefill.params or {}), "offer_answer": False}
+    assert decode.bodies[0]["kv_transfer_params"] == (prefill.params or {})
 
 
 async def test_a_decode_node_holds_no_blocks_for_a_prompt_in_a_queue() -> None:

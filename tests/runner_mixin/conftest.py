@@ -37,7 +37,6 @@ class Step:
     kv_connector_metadata: KVConnectorMetadata | None = field(default_factory=StepMetadata)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
-    pool_is_full: bool = False
     scheduled_requests: Sequence[ScheduledRequest] = ()
     total_num_scheduled_tokens: int = 0
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import OtherTokenError
 from kvferry.router.exchange import MAX_LOST, Action, Begun, Exchange, Offer, State
-from kvferry.router.sessions import Conversation
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 
@@ -24,9 +23,6 @@ T = TypeVar("T")
 Fault = Literal["closed", "done", "aborted", "error"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 HEADERS = {"X-Request-Id": "r"}
-KEEPS = b'"kv_transfer_params":'
-LAST = Event(b'data: {"n": 3, "kv_transfer_params": {"answer_lease_s": 60}}\n\n')
-LAST_SEEN = Event(b'data: {"n": 3, "kv_transfer_params": null}\n\n')
 ERROR = Event(b'data: {"error": {"message": "the load failed"}}\n\n')
 COMMENT = Event(b": still here\n\n")
 ABORT = Event(b'data: {"choices": [{"finish_reason": "abort"}]}\n\n')
@@ -108,13 +104,6 @@ class Node:
     abilities: bool = True
 
 
-@dataclass(frozen=True)
-class FoundAnswer:
-    """An offer of an earlier answer, which a prefill node is to load."""
-
-    is_usable: bool = True
-
-
 class Draws(Protocol):
     """Decides what happens."""
 
@@ -156,9 +145,7 @@ class Setup:
     Attributes:
         abilities: By decode node: it can go on with an answer.
         may_be_at_once, may_be_local: Ways in which a request may be placed, apart from in turn.
-        offers_answer: Decode nodes offer their answers for the next turn.
         follows: Another node could go on with an answer.
-        has_answer: There is an offer of an earlier answer.
         wants_usage: The client has asked for the counts of tokens.
         p_loss, p_stop, p_leave: Of a node's loss and of an answer's stop at each step, and of a client that leaves.
     """
@@ -168,9 +155,7 @@ class Setup:
     may_be_at_once: bool
     may_be_local: bool
     may_decode_alone: bool
-    offers_answer: bool
     follows: bool
-    has_answer: bool
     is_stream: bool
     wants_usage: bool
     p_loss: float
@@ -186,9 +171,7 @@ class Setup:
             may_be_at_once=draws.chance(0.6),
             may_be_local=draws.chance(0.3),
             may_decode_alone=draws.chance(0.3),
-            offers_answer=draws.chance(0.5),
             follows=draws.chance(0.8),
-            has_answer=draws.chance(0.2),
             is_stream=draws.chance(0.8),
             wants_usage=draws.chance(0.5),
             p_loss=draws.pick((0.0, 0.2, 0.5)),
@@ -214,8 +197,6 @@ class Schedule:
     settled: dict[int, str] = field(default_factory=dict)
     released: list[Any] = field(default_factory=list)
     opened: list[Offer] = field(default_factory=list)
-    kept: int = 0
-    num_answer_offers: int = 0
     stopped: list[int] = field(default_factory=list)  # offers of answers that were stopped
     drains: set[Node] = field(default_factory=set)
 
@@ -225,13 +206,10 @@ class Schedule:
         self.decodes: list[Any] = [
             Node("decode", number, is_able) for number, is_able in enumerate(setup.abilities)
         ]
-        answer: Any = FoundAnswer() if setup.has_answer else None
         self.exchange = self.kind(
             "/v1/completions",
             {"stream": setup.is_stream, "stream_options": {"include_usage": setup.wants_usage}},
             HEADERS,
-            key=b"k",
-            conversation=Conversation(answer=answer),
             explain=lambda decode, prefill: "",
         )
         self.prefill: does.AskPrefill | None = None
@@ -299,24 +277,18 @@ class Schedule:
             self.promise(
                 "an offer that was loaded is not released", kept=not is_loaded or offer not in self.released
             )
-        self.promise("every offer of an answer is kept or released", kept=self.kept == self.num_answer_offers)
         used = {offer.params.get("n") for offer in (*self.opened, *self.released)}
         self.promise("a stopped answer is loaded or released", kept=used.issuperset(self.stopped))
         self.check_bytes()
 
     def check_bytes(self) -> None:
-        raw = b"".join(event.raw for event in self.received)
-        self.promise("the client never sees an offer", kept=b"answer_lease_s" not in raw)
         is_whole = bool(self.ends) and isinstance(self.ends[0], does.End)
         got = [event.raw for event in self.received if event.raw not in (ERROR.raw, COMMENT.raw)]
         counts = [usage(NUM_TOKENS)] if self.setup.wants_usage else []
-        is_right = False
         is_cut = ERROR in self.received  # the node has given the answer up, and no other one could go on
-        for rest in ([LAST_SEEN, *counts, DONE], [*counts, DONE]):
-            expected = [event.raw for event in (*ANSWER, *rest)]
-            part = got[:-1] if is_cut and got[-1:] == [DONE.raw] else got
-            may_be_part = is_cut or not is_whole
-            is_right |= part == expected[: len(part)] if may_be_part else got == expected
+        expected = [event.raw for event in (*ANSWER, *counts, DONE)]
+        part = got[:-1] if is_cut and got[-1:] == [DONE.raw] else got
+        is_right = part == expected[: len(part)] if is_cut or not is_whole else got == expected
         self.promise("the client gets each byte of one answer, once and in order", kept=is_right)
 
     # -- actions -------------------------------------------------------------------------------------
@@ -384,10 +356,7 @@ class Schedule:
                 )
                 self.settled[offer.params["n"]] = result
             case does.Release(offer):
-                self.kept += offer.params.get("answer_lease_s") is not None
                 self.released.append(offer)
-            case does.Keep(_, params):
-                self.kept += params is not None
             case does.Note("answer moved"):
                 lost: Any = exchange.decode
                 self.lost_decodes.add(lost)
@@ -485,14 +454,12 @@ class Schedule:
             node: Any = self.drawn.pick(left)
         else:
             node = asked.node
-        is_unusable = asked.answer is not None and self.drawn.fault(0.5)
-        if is_unusable or self.drawn.fault(self.setup.p_loss):
+        if self.drawn.fault(self.setup.p_loss):
             if self.drawn.chance(0.2):
-                if asked.answer is None and exchange.state in (State.PREFILLING, State.RENDEZVOUS):
+                if exchange.state in (State.PREFILLING, State.RENDEZVOUS):
                     self.may_fail = "a prefill node has refused the request"
                 return exchange.prefill_refused(ApiError(400, "no", kind="x"))
-            if asked.answer is None:
-                self.lost_prefills.add(node)
+            self.lost_prefills.add(node)
             if asked.node is None:
                 exchange.tried_prefill[node] = RuntimeError("lost")  # type: ignore[assignment]
             self.has_failed_at_once |= exchange.state is State.RENDEZVOUS
@@ -536,8 +503,6 @@ class Schedule:
             told.is_other, self.may_fail = True, "another node chose other tokens"
         told_tokens = 0 if told is None else told.num_tokens
         events = SENT[told_tokens:]
-        if self.setup.offers_answer:
-            events.append(LAST)
         self.stream = [*events, *([usage(NUM_TOKENS)] if self.setup.wants_usage else []), DONE]
         self.breaks_off = self.drawn.fault(0.2)
         if self.breaks_off:
@@ -553,7 +518,6 @@ class Schedule:
             return exchange.decode_lost(RuntimeError("empty"))
         num = self.drawn.part(1, len(self.stream))
         begun, self.stream = self.stream[:num], self.stream[num:]
-        self.num_answer_offers += LAST in begun
         follows: Any = Told() if self.setup.follows and node.abilities else None  # no other node could go on
         return exchange.decode_answered(Begun(200, {}, True, b"", begun, result, beginning=follows))
 
@@ -572,7 +536,6 @@ class Schedule:
         events, self.stream = self.stream[:num], self.stream[num:]
         if self.may_stop(events):
             events[-1], self.stream, self.breaks_off = self.stopped_at(events[-1]), [], False
-        self.num_answer_offers += LAST in events
         return self.exchange.events_arrived(events)
 
     def may_stop(self, events: Sequence[Event]) -> bool:

@@ -54,9 +54,7 @@ _FLAGS = (
     "may_be_at_once",
     "may_be_local",
     "may_decode_alone",
-    "offers_answer",
     "follows",
-    "has_answer",
     "is_stream",
     "wants_usage",
 )
@@ -89,24 +87,22 @@ class Bound:
             for values in product(*[(self.fixed[name],) if name in self.fixed else both for name in _FLAGS]):
                 flags = dict(zip(_FLAGS, values, strict=True))
                 setup = Setup(self.num_prefills, abilities, **flags, p_loss=0.5, p_stop=0.5, p_leave=0.5)
-                if setup.is_stream or not (
-                    setup.offers_answer or setup.follows
-                ):  # which matter to streams only
+                if setup.is_stream or not setup.follows:  # which matters to streams only
                     yield setup
 
 
-#: A stream that another node could go on with, and that offers its answer.
-_STREAM = {"offers_answer": True, "follows": True, "is_stream": True, "wants_usage": True}
+#: A stream that another node could go on with.
+_STREAM = {"follows": True, "is_stream": True, "wants_usage": True}
 #: Bounds that `make test` goes through, in seconds.
 SMALL = (
-    Bound(1, 1, 1, {"has_answer": False, "wants_usage": True}),
-    Bound(1, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False, "has_answer": False}),
+    Bound(1, 1, 1, {"wants_usage": True}),
+    Bound(1, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False}),
 )
 #: Bounds that `make prove` goes through, in minutes.
 LARGE = (
     *SMALL,
-    Bound(1, 2, 2, _STREAM | {"has_answer": False}),
-    Bound(2, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False, "has_answer": False}),
+    Bound(1, 2, 2, _STREAM),
+    Bound(2, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False}),
 )
 
 

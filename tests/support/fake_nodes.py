@@ -42,7 +42,6 @@ async def routed(
     check_interval_s: float = 60.0,
     check_timeout_s: float = 5.0,
     decode_alone: DecodeAlone = "auto",
-    asks_for_answers: bool = False,
     does_both: bool = False,
     placement: Mode = "auto",
     host: str = "127.0.0.1",
@@ -65,7 +64,6 @@ async def routed(
             check_interval_s=check_interval_s,
             check_timeout_s=check_timeout_s,
             decode_alone=decode_alone,
-            asks_for_answers=asks_for_answers,
             placement=placement,
             admin_keys=ApiKeys(),
         )

@@ -95,12 +95,7 @@ def ask(
         ValueError: The answer is an error, or ends too early.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    # A session of its own: nodes that offer answers offer this one to a next turn, which never comes.
-    headers = {
-        "Content-Type": "application/json",
-        "X-Request-Id": request_id,
-        "X-Session-ID": f"{port} {request_id}",
-    }
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     with closing(connection):
         connection.request("POST", path, json.dumps(body), headers)
         with connection.getresponse() as response:

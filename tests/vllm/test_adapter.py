@@ -46,7 +46,6 @@ from kvferry.connector.vllm.config import (
     engine_config,
     host_fields,
     kv_cache_config,
-    require_role,
     require_whole_caches,
     served_groups,
     state_fields,
@@ -168,12 +167,6 @@ class TestRefusedSettings:
         with pytest.raises(ConfigurationError, match=key) as caught:
             engine_config(SimpleNamespace(**parts, kv_transfer_config=None), KVCacheConfig(8, (), ()))
         assert caught.value.key == key
-
-    def test_a_producer_that_would_load_answers(self):
-        options = ConnectorOptions(offer_answer=True)
-        with pytest.raises(ConfigurationError, match="set kv_role to 'kv_both'"):
-            require_role(options, KVTransferConfig("KvferryConnector", "kv_producer"))
-        require_role(options, KVTransferConfig("KvferryConnector", "kv_consumer"))
 
     def test_a_kind_of_cache_whose_blocks_do_not_hold_tokens(self):
         class CircularBufferSpec(SimpleNamespace):

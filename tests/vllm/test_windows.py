@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
-from itertools import repeat
 
 import pytest
 
@@ -71,9 +70,6 @@ def running_pair(case, start_module_pair, tmp_path_factory):
             "lease_s": 60,
             "connect_timeout_s": 40,
             "claim_timeout_s": 40,
-            "offer_answer": True,
-            "answer_lease_s": 60,
-            "answer_pool_percent": 100,
         },
         **more,
     )
@@ -87,18 +83,11 @@ def _batches():
     return [LENGTHS[first : first + BATCH] for first in range(0, len(LENGTHS), BATCH)]
 
 
-def _hand_over(pair, offered, prompts, *, answers=None, is_answer_offered=False):
-    """Return the decode node's answers to prompts, the beginnings of which the prefill node has computed.
-
-    Args:
-        answers: Which the prefill node loads.
-    """
-    loads = [answer["params"] or {} for answer in answers or ()] or repeat({})
-    wishes = [{**load, "do_remote_decode": True} for load, _ in zip(loads, offered, strict=False)]
+def _hand_over(pair, offered, prompts):
+    """Return the decode node's answers to prompts, the beginnings of which the prefill node has computed."""
+    wishes = [{"do_remote_decode": True} for _ in offered]
     offers = [answer["params"] for answer in pair.answers(pair.prefill, offered, 1, wishes)]
-    return pair.answers(
-        pair.decode, prompts, 8, [{**offer, "offer_answer": is_answer_offered} for offer in offers]
-    )
+    return pair.answers(pair.decode, prompts, 8, offers)
 
 
 def _hand_over_at_once(pair, prompts):
@@ -107,7 +96,7 @@ def _hand_over_at_once(pair, prompts):
     names = [(next(pair.names), next(pair.names)) for _ in prompts]
     for tokens, (here, there) in zip(prompts, names, strict=True):
         name = draw_offer_name()
-        claim = {**rendezvous_params(name, offer), "offer_answer": False}
+        claim = rendezvous_params(name, offer)
         pair.decode.start(there, tokens, 8, claim)
         pair.prefill.start(here, tokens, 1, {"do_remote_decode": True, "rendezvous": name})
     answers = [pair.decode.result(there) for _, there in names]
@@ -145,22 +134,6 @@ class TestOtherWays:
         with _loading(pair.decode, prompts):
             answers = _hand_over_at_once(pair, prompts)
         pair.assert_all_like_alone(prompts, answers)
-
-    def test_answers_that_go_back(self, pair, case, batch):
-        prompts = _prompts(batch, seed=5)
-        answers = _hand_over(pair, prompts, prompts, is_answer_offered=True)
-        pair.prefill.order("forget")
-        turns = [
-            [*prompt, *answer["tokens"], 1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        offered = [answer for answer in answers if answer["params"]]
-        # Where drafts have moved a window past the end of a block, its block is gone: one length for each token, at most.
-        has_drafts = bool(case[-1])
-        assert len(prompts) - len(offered) <= has_drafts * (1 + DRAFTS["num_speculative_tokens"])
-        with _loading(pair.prefill, offered):
-            again = _hand_over(pair, turns, turns, answers=answers)
-        pair.assert_all_like_alone(prompts, answers)
-        pair.assert_all_like_alone(turns, again)
 
 
 @pytest.mark.parametrize("batch", _batches()[-2:], ids=lambda batch: f"{batch[0]} to {batch[-1]}")

@@ -48,7 +48,6 @@ from .world import FIRST_PEER_ID
 #: Deadlines like the default ones, but without rounding: all times of a schedule are exact, so equal states have equal times.
 CONFIG = HandoffConfig(
     lease_s=30.0,
-    answer_lease_s=60.0,
     connect_timeout_s=4.0,
     claim_timeout_s=12.0,
     load_wait_s=64.0,

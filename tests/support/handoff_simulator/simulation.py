@@ -225,8 +225,7 @@ class Simulation(SimulatedWorld):
         if not is_finished:
             return producer.open(request_id, lease, (table,), num_tokens, num_ready * BLOCK_SIZE, *what)
         self._close(rank, request_id, offer)
-        is_answer = lease % 4 == 0  # another lease, the same promises
-        return producer.offer(request_id, lease, (table,), num_tokens, self.now, *what, is_answer=is_answer)
+        return producer.offer(request_id, lease, (table,), num_tokens, self.now, *what)
 
     def compute(self, which: int, offer: int) -> None:
         """Have a producer compute one more block of a prompt, perhaps the last."""

@@ -285,7 +285,7 @@ class Client:
     def _named_offer(self, prefill: SimulatedNode, decode: SimulatedNode) -> Offer | None:
         exchange = self.exchange
         options = self.router.options
-        facts = Facts(options, exchange.may_ask_both, False, prefill, decode)  # type: ignore[arg-type]
+        facts = Facts(options, exchange.may_ask_both, prefill, decode)  # type: ignore[arg-type]
         if way_of(facts) is not Way.AT_ONCE or exchange.beginning is not None:
             return None
         params = rendezvous_params(name := self.router.draw_name(), prefill.place)
@@ -378,7 +378,7 @@ class Client:
         require(self._decode is None, "one decode at a time", self.name)
         exchange.tried_decode[node] = None
         self._epochs[node] = node.epoch
-        body = decode_body(exchange.body, params, after, may_offer_answer=False)
+        body = decode_body(exchange.body, params, after)
         self._move_as = self.router.draw_name()
         if is_followed(exchange.body, exchange.path, node.abilities):
             body = followed_body(body, node.abilities, self._move_as)

@@ -24,7 +24,6 @@ from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.p2p.loop import _Driver
-from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.p2p.orders import HandoffMetadata, WorkerAddress
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.p2p.params import CONTINUES, MOVE, MOVE_AS, MOVED
@@ -235,7 +234,7 @@ class SimulatedNode:
         self._num_submitted = 0
         self._orders: list[tuple[int, HandoffMetadata]] = []
         self._retractions: list[set[str]] = []
-        self.half = parts.half(transfer, pool, ConnectorOptions(handoff=shape.handoff))
+        self.half = parts.half(transfer, pool)
         self.half.set_handshake_metadata({0: WorkerAddress(address, epoch, 0)})
         self.place = self.half.describe()
         self.manager = parts.manager(pool, config.model.max_model_len)
