@@ -13,11 +13,13 @@ its sockets; they must count before any deadline does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...transports.errors import KVTransferError, ProtocolError, VersionMismatchError
 from ..errors import ConnectorError
 from .consumer import ConsumerProtocol
 from .events import Action, Disconnect, Identity
-from .messages import ConsumerMessage, decode
+from .messages import ConsumerMessage, Message, decode
 from .producer import ProducerProtocol
 
 
@@ -41,8 +43,14 @@ class NodeProtocol:
         """Drop a peer that misbehaved, or to which nothing can be sent."""
         return [Disconnect(peer_id), *self.peer_lost(peer_id, error, now)]
 
-    def message_received(self, peer_id: int, data: bytes, now: float) -> list[Action]:
-        """Handle a message. A peer that sends what the protocol forbids is dropped."""
+    def message_received(
+        self, peer_id: int, data: bytes, now: float, note: Callable[[Message], None] | None = None
+    ) -> list[Action]:
+        """Handle a message. A peer that sends what the protocol forbids is dropped.
+
+        Args:
+            note: Called with the message before it is handled, if it can be read.
+        """
         try:
             message = decode(data, self.version_with(peer_id), self.producer.spoken)
         except VersionMismatchError as error:
@@ -52,6 +60,8 @@ class NodeProtocol:
             return [*answer, *self.consumer.peer_lost(peer_id, error, now)]
         except ProtocolError as error:
             return self.peer_failed(peer_id, error, now)
+        if note is not None:
+            note(message)
         if isinstance(message, ConsumerMessage):
             return self.producer.receive(peer_id, message, now)
         return self.consumer.receive(peer_id, message, now)

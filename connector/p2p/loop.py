@@ -1,8 +1,7 @@
 """The thread that owns a node's transport: it carries out orders, and drives the handoff protocol.
 
-`HandoffLoop` is the thread with its queue of orders, and decides when it ends. `_Driver` is what one iteration does: orders and
-events go into the protocol, and the protocol's actions go to the transport. Ends go to `Outcomes`, where the engine's thread
-takes them.
+Orders and events go into the protocol, and the protocol's actions go to the transport. Ends go to `Outcomes`, where the
+engine's thread takes them.
 
 What must never break: every load that was ordered, and every offer of a finished request, gets one end, whatever raises; and
 blocks are given back only when no peer accepts bytes of them and nothing writes into them.
@@ -26,7 +25,6 @@ from ...transports.base import (
     Connected,
     Endpoint,
     Event,
-    GuardTable,
     MessageReceived,
     PeerLost,
     Route,
@@ -63,12 +61,12 @@ from ..handoff.events import (
     SetGuard,
     StartRead,
 )
-from ..handoff.messages import encode
+from ..handoff.messages import Message, encode
 from ..handoff.node import NodeProtocol
 from ..planning.extents import BlockExtents
 from .computed import AT_ONCE, Mark, Watch
 from .offer_guards import OfferGuards
-from .orders import HandoffMetadata, OfferOrder, OpenOrder, RequestOrders
+from .orders import HandoffMetadata, OfferOrder, OpenOrder, RequestOrders, WorkerAddress
 from .outcomes import Outcomes
 from .trace import HandoffTrace
 
@@ -111,21 +109,29 @@ class _Order:
     begin_anew: Callable[[], None] | None = None
 
 
-class HandoffLoop:
-    """Carries out orders and answers peers in one thread, until `close`, or until the main thread ends without it.
+class HandoffDriver:
+    """Passes orders and events to the protocol and does its actions; owns the reads that they started.
 
-    An unexpected exception ends what it was about: one load, one offer or one peer. The thread itself ends if that is not
-    enough: if the transport as a whole fails again and again, if a guard cannot be cleared, or if a failure cannot be
-    dealt with. Then peers are shut out, every handoff ends as failed, those of later orders as well, and `failure` says
-    why. The engine goes on without handing over, and nothing waits forever.
+    After `start` it does so in a thread of its own, until `close`, or until the main thread ends.
+
+    Each call to the outside has one owner of its failure, which ends what the call was about: `undocumented` turns every
+    exception into a `KVTransferError`, and the protocol deals with it as with the errors that the call documents. So an
+    unexpected exception ends one load, one offer or one peer. The thread itself ends if that is not enough: if the
+    transport as a whole fails again and again, if a guard cannot be cleared, or if a failure cannot be dealt with. Then
+    peers are shut out, every handoff ends as failed, those of later orders as well, and `failure` says why. The engine goes
+    on without handing over, and nothing waits forever.
 
     Args:
-        transport: With its pool registered; from now on only the thread calls it and its endpoint.
+        transport: With its pool registered; after `start` only the thread calls it and its endpoint.
         endpoint: The transport's, listening.
-        protocol: This node's; from now on only the thread calls it.
+        protocol: This node's; after `start` only the thread calls it.
         outcomes: Where the ends of handoffs are noted.
+        identity: This node's, as the protocol has it.
         address: Where the endpoint listens.
         trace: Makes the spans of each request; None if they are not wanted.
+
+    Attributes:
+        identity: What peers are told from the latest `begin_anew` on.
     """
 
     def __init__(
@@ -134,25 +140,41 @@ class HandoffLoop:
         endpoint: Endpoint,
         protocol: NodeProtocol,
         outcomes: Outcomes,
-        address: str,
+        identity: Identity,
+        address: WorkerAddress,
         trace: HandoffTrace | None = None,
     ) -> None:
+        self.outcomes = outcomes
+        self.identity = identity
+        self.address = address
         self._transport = transport
         self._endpoint = endpoint
-        self._outcomes = outcomes
+        self._protocol = protocol
+        self._trace = trace
+        self._guards = OfferGuards(transport.guards, BlockExtents(protocol.producer.layout))
         self._log = bug_log(logger)
-        self._driver = _Driver(transport.guards, endpoint, protocol, outcomes, address, self._log, trace)
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
         self._num_submitted = 0
+        self._num_announced = 0  # orders whose offers are announced
+        self._number = 0  # of the orders that are carried out
         self._orders: deque[_Order] = deque()
         self._retractions: deque[set[str]] = deque()  # requests whose offers are to end before anything else
         self._watch = Watch(self._wake)
         self._watched: _Order | None = None  # the order for which `_watch` wakes the thread
+        self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
+        self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id: when it ends, and why
+        self._num_doubts = 0
+        #: By request: the error that its load will be reported with.
+        self._bugs: dict[str, KVTransferError] = {}
+        self._num_failed_iterations = 0
+        self._unreachable = _Unreachable()
+        # Any client can cause these lines, so they are limited.
+        self._unmet_log = LimitedLog(logger, max_lines=1, interval_s=_WARNING_S)
+        self._is_shutting_down = False
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-handoff")
-        self._thread.start()
 
     @property
     def failure(self) -> str:
@@ -162,7 +184,18 @@ class HandoffLoop:
     @property
     def warning(self) -> str:
         """What kept a handoff from working within the last minute, although this node can hand over; empty if nothing."""
-        return self._driver.warning
+        return self._unreachable.warning
+
+    @property
+    def loads_in_transfer(self) -> set[str]:
+        """Requests whose blocks the transport may still write to."""
+        return {read.request_id for read, _ in self._reads.values()}
+
+    # -- the engine's thread -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, once. Only a simulation calls `run_once` itself instead."""
+        self._thread.start()
 
     def submit(self, orders: HandoffMetadata, computed: Mark = AT_ONCE) -> None:
         """Have one step's orders carried out; return at once.
@@ -172,7 +205,7 @@ class HandoffLoop:
                 and the blocks that are loaded into may still be in use.
         """
         # Before the thread can see the orders: otherwise it could report the end of a load that is not expected yet.
-        self._outcomes.expect(orders, _now())
+        self.outcomes.expect(orders, _now())
         self._num_submitted += 1
         self._orders.append(_Order(self._num_submitted, orders, computed))
         # An announcement is carried out before the next message is dealt with, and that is early enough. A thread that woke up
@@ -181,10 +214,10 @@ class HandoffLoop:
             self._wake()
         # The thread sets this before it ends all that is expected. So whichever of the two comes later ends these orders.
         if self._has_ended.is_set():
-            self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
+            self.outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
 
     def retract(self, request_ids: set[str]) -> None:
-        """End offers now. When this returns, no peer accepts bytes of their blocks any more.
+        """End the open offers of requests that lose their blocks. After this no peer accepts bytes of these blocks.
 
         It waits for nothing. The orders of these offers may still wait for the GPU: they are void from now on, and the
         thread revokes the offers when it comes to that.
@@ -192,9 +225,12 @@ class HandoffLoop:
         Raises:
             UnexpectedError: these or earlier guards cannot be cleared. The blocks must not be reused.
         """
-        if request_ids:
-            self._is_unsafe |= not self._driver.retract(request_ids, self._num_submitted)
-            self._retractions.append(request_ids)
+        if open_offers := self.outcomes.take_open(request_ids):
+            try:
+                self._must("clearing guards", partial(self._guards.retract, open_offers, self._num_submitted))
+            except KVTransferError:
+                self._is_unsafe = True
+            self._retractions.append(open_offers)
             self._wake()
         if self._is_unsafe:  # then also later: an engine names the requests again after a step that failed
             raise UnexpectedError(
@@ -213,10 +249,13 @@ class HandoffLoop:
             TransferTimeoutError: the thread has not come to it in time. It will.
             UnexpectedError: a guard cannot be cleared; as for `retract`.
         """
+        self.identity = identity
         is_done = threading.Event()
 
         def begin() -> None:
-            self._driver.begin_anew(identity, why)
+            logger.info("ending every handoff of this node: %s", why)
+            # Without it, peers would go on with what is no longer so. The end of the thread shuts them out.
+            self._do(self._must("ending every handoff", partial(self._protocol.begin_anew, identity, why)))
             is_done.set()
 
         self._orders.append(_Order(self._num_submitted, HandoffMetadata(), AT_ONCE, begin))
@@ -263,12 +302,12 @@ class HandoffLoop:
         except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread forever
             log_traceback(bug, "cannot close the transport", self._log)
             # The transport did not confirm that it stopped writing, so the engine must not reuse the blocks of these loads.
-            self._outcomes.forget_loads(self._driver.loads_in_transfer)
+            self.outcomes.forget_loads(self.loads_in_transfer)
         finally:
             self._watch.close()
             # In this order; see `submit`. After the close, because a failed load's blocks may be reused at once.
             self._has_ended.set()
-            self._outcomes.fail_all(error)
+            self.outcomes.fail_all(error)
 
     def _die(self, bug: Exception) -> KVTransferError:
         trace = "".join(traceback.format_exception(bug)).rstrip()
@@ -277,35 +316,33 @@ class HandoffLoop:
         )
         reason = str(bug) if isinstance(bug, UnexpectedError) else f"{type(bug).__name__}: {bug}"
         self._failure = f"this node's handoff thread died: {reason}; restart the node"
-        self._outcomes.count("handoff_thread_deaths_total")
-        if not self._driver.clear_guards():
+        self.outcomes.count("handoff_thread_deaths_total")
+        if not self._clear_guards():
             # Peers would still accept what they read of these blocks, so the engine must not reuse them.
             self._is_unsafe = True
-            self._outcomes.forget_offers()
+            self.outcomes.forget_offers()
         return TransportClosedError(self._failure)
 
     def _serve(self) -> None:
         main_thread = threading.main_thread()
         while not self._is_closing.is_set() and main_thread.is_alive():
             self._carry_out_due()
-            # A peer can claim only what our engine has answered, and the order for that answer was submitted before the
-            # answer. So orders go before events: no claim ever meets an offer that is not known here yet.
-            self._driver.run_once(_MAX_WAIT_S, self._carry_out_due)
+            self.run_once(_MAX_WAIT_S)
 
     def _carry_out_due(self) -> None:
         while True:
             order = self._orders[0] if self._orders else None
             # After the look at the order: a request that is preempted and offered again has its old offer ended first.
             while self._retractions:
-                self._driver.abort(self._retractions.popleft())
-            self._announce()
+                self._abort(self._retractions.popleft())
+            self._announce_waiting()
             if order is None or not (carry_out := self._due(order)):
                 return
             # Before it is carried out: an order that ends the thread must not be met again.
             self._orders.popleft()
             carry_out()
 
-    def _announce(self) -> None:
+    def _announce_waiting(self) -> None:
         """Announce the offers of orders that still wait for the GPU: an announcement is about no memory.
 
         Otherwise a claim would be denied for good when it comes to a rank whose GPU is behind that of the rank that answered.
@@ -313,7 +350,7 @@ class HandoffLoop:
         for order in tuple(self._orders):
             if order.begin_anew is not None:
                 return  # it would end what is announced before it
-            self._driver.announce(order.orders, order.number)
+            self._announce(order.orders, order.number)
 
     def _due(self, order: _Order) -> Callable[[], None] | None:
         """Return what to do about an order now; None if it is not due. Then the thread is woken when it is."""
@@ -322,9 +359,9 @@ class HandoffLoop:
                 if order.begin_anew is not None:
                     return order.begin_anew
                 if order.computed.is_over():
-                    return partial(self._driver.carry_out, order.orders, order.number)
+                    return partial(self._carry_out_step, order.orders, order.number)
         except KVTransferError as error:
-            return partial(self._driver.carry_out, order.orders, order.number, error)
+            return partial(self._carry_out_step, order.orders, order.number, error)
         # Not by asking again and again: that would take the interpreter's lock from the step that is being computed.
         if self._watched is not order:
             self._watched = order
@@ -333,70 +370,14 @@ class HandoffLoop:
 
     def _drain(self) -> None:
         """Drop every peer, and wait for reads: until they have ended, their blocks are not the engine's."""
-        self._driver.shut_down()
-        while self._driver.num_reads:
-            self._driver.run_once(_MAX_WAIT_S)
-
-
-class _Driver:
-    """Passes orders and events to the protocol and does its actions; owns the reads that they started.
-
-    Each call to the outside has one owner of its failure, which ends what the call was about: `undocumented` turns every
-    exception into a `KVTransferError`, and the protocol deals with it as with the errors that the call documents.
-
-    Args:
-        address: Where the endpoint listens.
-    """
-
-    def __init__(
-        self,
-        guards: GuardTable,
-        endpoint: Endpoint,
-        protocol: NodeProtocol,
-        outcomes: Outcomes,
-        address: str,
-        log: LimitedLog,
-        trace: HandoffTrace | None,
-    ) -> None:
-        self._guards = OfferGuards(guards, BlockExtents(protocol.producer.layout))
-        self._num_guards = guards.num_guards
-        self._number = 0  # of the orders that are carried out
-        self._num_announced = 0  # orders whose offers are announced
-        self._endpoint = endpoint
-        self._protocol = protocol
-        self._outcomes = outcomes
-        self._address = address
-        self._log = log
-        self._trace = trace
-        self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
-        self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id: when it ends, and why
-        #: By request: the error that its load will be reported with.
-        self._bugs: dict[str, KVTransferError] = {}
-        self._num_doubts = 0
-        self._is_shutting_down = False
-        self._num_failed_iterations = 0
-        self._unreachable = _Unreachable()
-        # Any client can cause these lines, so they are limited.
-        self._unmet_log = LimitedLog(logger, max_lines=1, interval_s=_WARNING_S)
-
-    @property
-    def num_reads(self) -> int:
-        """Reads that have not ended."""
-        return len(self._reads)
-
-    @property
-    def loads_in_transfer(self) -> set[str]:
-        """Requests whose blocks the transport may still write to."""
-        return {read.request_id for read, _ in self._reads.values()}
-
-    @property
-    def warning(self) -> str:
-        """What kept a load from being connected within the last minute; empty if nothing did."""
-        return self._unreachable.warning
+        self._is_shutting_down = True
+        self._do(self._protocol.shutdown(_now()))
+        while self._reads:
+            self.run_once(_MAX_WAIT_S)
 
     # -- orders --------------------------------------------------------------------------------------
 
-    def announce(self, orders: HandoffMetadata, number: int) -> None:
+    def _announce(self, orders: HandoffMetadata, number: int) -> None:
         """Announce one step's offers, ahead of the rest of its orders. Those that were announced before are left out."""
         if number <= self._num_announced:
             return
@@ -411,7 +392,9 @@ class _Driver:
                         )
                     )
 
-    def carry_out(self, orders: HandoffMetadata, number: int, error: KVTransferError | None = None) -> None:
+    def _carry_out_step(
+        self, orders: HandoffMetadata, number: int, error: KVTransferError | None = None
+    ) -> None:
         """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone.
 
         Args:
@@ -420,7 +403,7 @@ class _Driver:
                 offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
         """
         self._number = number
-        self.announce(orders, number)
+        self._announce(orders, number)
         for order in orders.requests:
             if error is None:
                 self._carry_out(order)
@@ -463,7 +446,7 @@ class _Driver:
         if order.withdrawal is not None:
             self._do(self._must("withdrawing an offer", partial(producer.withdraw, order.withdrawal)))
         if order.abort:
-            self.abort((request_id,))
+            self._abort((request_id,))
         if order.claim is not None:
             with self._failing_load(request_id):
                 context = self._trace.claim_context(request_id) if self._trace is not None else ""
@@ -476,39 +459,16 @@ class _Driver:
                 self._do(consumer.drop(request_id, _now()))
             self._bugs.pop(request_id, None)  # the load will not be asked for any more
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def _abort(self, request_ids: Iterable[str]) -> None:
         """End those of these requests' offers that have not ended."""
         abort = self._protocol.producer.abort
         for request_id in request_ids:
             self._do(self._must("aborting an offer", partial(abort, request_id, _now())))
 
-    def retract(self, request_ids: set[str], last: int) -> bool:
-        """Clear the guards of requests' offers, also of those that orders up to `last` are still to make. Any thread may call it.
-
-        Returns:
-            Whether that worked; False if a guard could not be cleared.
-        """
-        try:
-            self._must("clearing guards", partial(self._guards.retract, request_ids, last))
-        except KVTransferError:
-            return False
-        return True
-
     def _refuse_offer(self, request_id: str, lease: int, why: str) -> None:
         """End an offer that was ordered and is not made; deny its claims."""
         self._do(self._must("withdrawing an offer", partial(self._protocol.producer.withdraw, lease)))
         self._end_offer(OfferEnded(request_id, "aborted", why))
-
-    def begin_anew(self, identity: Identity, why: str) -> None:
-        """End every handoff, drop every peer, and go on as `identity`."""
-        logger.info("ending every handoff of this node: %s", why)
-        # Without it, peers would go on with what is no longer so. The end of the thread shuts them out.
-        self._do(self._must("ending every handoff", partial(self._protocol.begin_anew, identity, why)))
-
-    def shut_down(self) -> None:
-        """End every handoff that is not reading, and drop every peer."""
-        self._is_shutting_down = True
-        self._do(self._protocol.shutdown(_now()))
 
     def _offer(self, request_id: str, order: OfferOrder | OpenOrder) -> None:
         producer = self._protocol.producer
@@ -566,11 +526,8 @@ class _Driver:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def run_once(self, timeout_s: float, before_events: Callable[[], None] = lambda: None) -> None:
-        """Wait for events, at most until the next deadline, and deal with them and with what is due.
-
-        Args:
-            before_events: Called after the wait, before any event is dealt with.
+    def run_once(self, timeout_s: float) -> None:
+        """Wait for events, at most until the next deadline. Then carry out orders, handle the events, and do what is due.
 
         Raises:
             KVTransferError: the transport or the protocol as a whole has failed too many times in a row.
@@ -584,7 +541,10 @@ class _Driver:
                 events = self._endpoint.wait_events(max(min(due - _now(), timeout_s), 0.0))
         except KVTransferError as error:
             failure = error
-        before_events()
+        if not self._is_shutting_down:
+            # A peer can claim only what our engine has answered, and the order for that answer was submitted before the
+            # answer. So orders go before events: no claim ever meets an offer that is not known here yet.
+            self._carry_out_due()
         for event in (*events, *self._settled_doubts()):
             self._handle(event)
         # Deadlines after events: a message that has arrived in time must not meet its own timeout.
@@ -610,9 +570,6 @@ class _Driver:
 
     def _handle(self, event: Event) -> None:
         """Deal with one event. A bug on the way ends the peer that the event came from."""
-        if self._trace is not None and isinstance(event, MessageReceived):
-            with survived("cannot trace a message", self._log):
-                self._trace.received(event.message, self._protocol.version_with(event.peer_id))
         if isinstance(event, TransferEnded):
             self._do(self._end_transfer(event))
             return
@@ -628,10 +585,15 @@ class _Driver:
             case Connected(peer_id, incoming):
                 return self._protocol.peer_connected(peer_id, incoming, _now())
             case MessageReceived(peer_id, message):
-                return self._protocol.message_received(peer_id, message, _now())
+                return self._protocol.message_received(peer_id, message, _now(), self._note_message)
             case PeerLost(peer_id, error):
-                self._outcomes.count("connection_failures_total")
+                self.outcomes.count("connection_failures_total")
                 return self._protocol.peer_lost(peer_id, error, _now())
+
+    def _note_message(self, message: Message) -> None:
+        if self._trace is not None:
+            with survived("cannot trace a message", self._log):
+                self._trace.received(message)
 
     # -- actions -------------------------------------------------------------------------------------
 
@@ -685,21 +647,21 @@ class _Driver:
                 return self._start_read(action)
             case Disconnect(peer_id):
                 if not self._is_shutting_down:
-                    self._outcomes.count("connection_failures_total")
+                    self.outcomes.count("connection_failures_total")
                 self._disconnect(peer_id)
             case PeerDiffers() | LayersLeftOut():
                 logger.warning("%s", action)
             case OfferEnded():
                 self._end_offer(action)
             case ClaimUnmet():
-                self._outcomes.count("unmet_claims_total")
+                self.outcomes.count("unmet_claims_total")
                 # Part of the name: whoever knows all of it may claim.
                 self._unmet_log.warning(
                     "denied the claim of rendezvous %s…: the offer %s", action.name[:8], action.reason
                 )
             case OfferCompleted(request_id):
                 with survived("cannot note that an offer is complete", self._log):
-                    self._outcomes.offer_completed(request_id, _now())
+                    self.outcomes.offer_completed(request_id, _now())
             case LoadEnded():
                 self._end_load(action)
         return []
@@ -734,14 +696,14 @@ class _Driver:
         # they read there. So this must succeed; if it cannot, the end of the thread keeps the blocks from being reused.
         self._must("clearing a guard", partial(self._guards.clear, index))
 
-    def clear_guards(self) -> bool:
+    def _clear_guards(self) -> bool:
         """Clear every guard, whatever state the protocol is in: no peer accepts what it reads from now on.
 
         Returns:
             Whether that worked; False if a guard could not be cleared.
         """
         is_done = True
-        for index in range(self._num_guards):
+        for index in range(self._transport.guards.num_guards):
             try:
                 self._clear_guard(index)
             except KVTransferError:
@@ -762,17 +724,17 @@ class _Driver:
             with undocumented("cannot connect to a peer", self._log):
                 peer_id = self._endpoint.start_connect(connect.address, timeout_s=connect.timeout_s)
         except KVTransferError as error:
-            self._outcomes.count("connection_failures_total")
+            self.outcomes.count("connection_failures_total")
             return consumer.connect_failed(connect.address, self._as_foreign(connect.address, error), _now())
         return consumer.connecting(connect.address, peer_id, _now())
 
     def _as_foreign(self, address: str, error: KVTransferError) -> KVTransferError:
         """Return a `ForeignTransportError` if the address is of another transport; otherwise `error`, as for a malformed one."""
-        schemes = [text.partition(":")[0] for text in (address, self._address)]
+        schemes = [text.partition(":")[0] for text in (address, self.address.address)]
         if not isinstance(error, ConfigurationError) or schemes[0] == schemes[1]:
             return error
-        foreign = ForeignTransportError(local=self._address, remote=address)
-        self._outcomes.count("unreachable_peers_total")
+        foreign = ForeignTransportError(local=self.address.address, remote=address)
+        self.outcomes.count("unreachable_peers_total")
         self._unreachable.note(schemes[0], str(foreign))
         return foreign
 
@@ -843,7 +805,7 @@ class _Driver:
         read, route = self._reads.pop(ended.transfer_id)
         # Before the protocol hears of it: the protocol may end the load, whose record needs this read's figures.
         with survived("cannot record a read", self._log):
-            self._outcomes.read_ended(read, ended, route, _now())
+            self.outcomes.read_ended(read, ended, route, _now())
             if self._trace is not None:
                 self._trace.read_ended(read, ended, route)
         consumer = self._protocol.consumer
@@ -876,13 +838,13 @@ class _Driver:
         level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO
         about = {"request_id": ended.request_id}
         logger.log(level, "offer of request %r ended: %s", ended.request_id, ended.reason, extra=about)
-        self._must("reporting the end of an offer", partial(self._outcomes.offer_ended, ended))
+        self._must("reporting the end of an offer", partial(self.outcomes.offer_ended, ended))
 
     def _end_load(self, ended: LoadEnded) -> None:
         if bug := self._bugs.pop(ended.request_id, None):
             ended = replace(ended, outcome="failed", error=bug)
         if isinstance(ended.error, RendezvousError):
-            self._outcomes.count("rendezvous_failures_total")
+            self.outcomes.count("rendezvous_failures_total")
         if ended.outcome == "failed":
             # If the peer is on another transport, no request can succeed, and `_Unreachable` has warned once for all.
             level = logging.DEBUG if isinstance(ended.error, ForeignTransportError) else logging.WARNING
@@ -895,8 +857,8 @@ class _Driver:
         if self._trace is not None:
             # Before the engine hears of it: an engine that has nothing more to do asks for no further stats.
             with survived("cannot trace the end of a load", self._log):
-                self._trace.load_ended(ended, self._outcomes.figures_of(ended, now))
-        self._must("reporting the end of a load", partial(self._outcomes.load_ended, ended, now))
+                self._trace.load_ended(ended, self.outcomes.figures_of(ended, now))
+        self._must("reporting the end of a load", partial(self.outcomes.load_ended, ended, now))
 
 
 class _Unreachable:

@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from ...transports.base import Route, TransferEnded
-from ...transports.errors import KVTransferError
 from ..handoff.events import Action, LoadEnded, OfferCompleted, OfferEnded, Send, StartRead
 from ..handoff.messages import (
     Claim,
@@ -34,7 +33,6 @@ from ..handoff.messages import (
     Release,
     Revoke,
     Welcome,
-    decode,
 )
 from ..spans import Keep, Span
 from ..stats import TransferRecord
@@ -101,12 +99,8 @@ class HandoffTrace:
         if orders.drop:
             self._end(("claim", request_id), "dropped")
 
-    def received(self, data: bytes, version: int) -> None:
-        """Note a message of a peer that speaks this version. One that cannot be read is the protocol's to refuse."""
-        try:
-            message = decode(data, version)
-        except KVTransferError:
-            return
+    def received(self, message: Message) -> None:
+        """Note a message of a peer."""
         self._about(message, is_sent=False)
 
     def performed(self, action: Action) -> None:

@@ -27,7 +27,7 @@ from ..planning.compatibility import digest
 from ..spans import active_tracer
 from ..stats import KVConnectorStats
 from .computed import AT_ONCE, Mark, mark_computed
-from .loop import HandoffLoop
+from .loop import HandoffDriver
 from .options import ConnectorOptions
 from .orders import HandoffMetadata, WorkerAddress
 from .outcomes import Outcomes
@@ -64,100 +64,42 @@ def _affordable_connections() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // _DESCRIPTORS_PER_CONNECTION)
 
 
-class RunningHandoffs:
-    """The handoffs of one process whose caches are registered.
+def start_handoffs(
+    config: EngineConfig, registration: Registration, transport: Transport, options: ConnectorOptions
+) -> HandoffDriver:
+    """Listen, and start the handoff thread of one process whose caches are registered.
 
     Args:
-        transport: Not yet listening. It belongs to this object from now on.
-        mark: Marks what was launched until now; see `mark_computed`.
+        transport: Not yet listening. It belongs to the driver from now on.
 
     Raises:
         ConfigurationError: the address is malformed, taken, or not ours to bind. The transport is as it was.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        registration: Registration,
-        transport: Transport,
-        options: ConnectorOptions,
-        mark: Callable[[], Mark],
-    ) -> None:
-        if config.kv_transfer is None:
-            raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
-        parallel = config.parallel
-        self._identity = identity = Identity(
-            engine_id=config.kv_transfer.engine_id,
-            epoch=parallel.epoch or new_epoch(),
-            digest=digest(registration.fields),
-            fields=registration.fields,
-            layout=registration.layout,
-            release=__version__,
-        )
-        max_connecting = min(options.handoff.max_connecting, _affordable_connections())
-        handoff = replace(options.handoff, max_connecting=max_connecting)
-        self.fields = registration.fields
-        endpoint = transport.register(registration.pool)
-        self.address = WorkerAddress(endpoint.listen(options.address), identity.epoch, parallel.rank)
-        self.outcomes = Outcomes(
-            transport.scheme, layout_name(registration.layout), is_first=parallel.rank == 0
-        )
-        protocol = NodeProtocol(
-            ProducerProtocol(identity, handoff, transport.guards.num_guards),
-            ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
-        )
-        keep = self.outcomes.keep_span if options.trace else None
-        trace = HandoffTrace(keep, parallel.rank) if keep is not None or active_tracer() is not None else None
-        self._loop = HandoffLoop(transport, endpoint, protocol, self.outcomes, self.address.address, trace)
-        self._mark = mark
-        self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
-
-    @property
-    def failure(self) -> str:
-        """Why this node hands nothing over any more; empty while it does."""
-        return self._loop.failure
-
-    @property
-    def warning(self) -> str:
-        """What kept a handoff from working within the last minute, although this node can hand over; empty if nothing."""
-        return self._loop.warning
-
-    def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
-        """Have one step's orders carried out as soon as all that was launched before has run; return at once.
-
-        Args:
-            is_computed: Whether the orders are about results that are certainly there, so that they need not wait.
-        """
-        if not orders.is_empty():
-            self._loop.submit(orders, AT_ONCE if is_computed else self._mark())
-
-    def retract(self, request_ids: set[str]) -> None:
-        """End the open offers of requests that lose their blocks. After this no peer accepts bytes of these blocks."""
-        self._loop.retract(self.outcomes.take_open(request_ids))
-
-    def begin_anew(self, weights: str | None, why: str) -> None:
-        """End every handoff, and describe other weights to peers from now on.
-
-        Args:
-            weights: What the field `weights` is from now on. None: what it is already; then a step need not wait for the end.
-            why: For the log and for the errors of what ends.
-
-        Raises:
-            TransferTimeoutError: the handoff thread is busy. It will do this before it does anything that is ordered later.
-            UnexpectedError: peers may go on reading what was offered; restart the node.
-        """
-        if weights is not None:
-            fields = {**self._identity.fields, "weights": weights}
-            self._identity = replace(self._identity, fields=fields, digest=digest(fields))
-        self._loop.begin_anew(self._identity, why, None if weights is None else _BEGIN_TIMEOUT_S)
-
-    def close(self) -> None:
-        """End every handoff and close the transport. Idempotent.
-
-        Raises:
-            TransferTimeoutError: a read could not be stopped in time.
-        """
-        self._loop.close(self._close_timeout_s)
+    if config.kv_transfer is None:
+        raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
+    parallel = config.parallel
+    identity = Identity(
+        engine_id=config.kv_transfer.engine_id,
+        epoch=parallel.epoch or new_epoch(),
+        digest=digest(registration.fields),
+        fields=registration.fields,
+        layout=registration.layout,
+        release=__version__,
+    )
+    max_connecting = min(options.handoff.max_connecting, _affordable_connections())
+    handoff = replace(options.handoff, max_connecting=max_connecting)
+    endpoint = transport.register(registration.pool)
+    address = WorkerAddress(endpoint.listen(options.address), identity.epoch, parallel.rank)
+    outcomes = Outcomes(transport.scheme, layout_name(registration.layout), is_first=parallel.rank == 0)
+    protocol = NodeProtocol(
+        ProducerProtocol(identity, handoff, transport.guards.num_guards),
+        ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
+    )
+    keep = outcomes.keep_span if options.trace else None
+    trace = HandoffTrace(keep, parallel.rank) if keep is not None or active_tracer() is not None else None
+    driver = HandoffDriver(transport, endpoint, protocol, outcomes, identity, address, trace)
+    driver.start()
+    return driver
 
 
 class HandoffWorker(WorkerHalf):
@@ -180,22 +122,25 @@ class HandoffWorker(WorkerHalf):
         self._options = options
         self._arenas: list[Arena] = []
         self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
-        self._running: RunningHandoffs | None = None
+        self._driver: HandoffDriver | None = None  # from the registration on
+        self._mark: Callable[[], Mark] = lambda: (
+            AT_ONCE
+        )  # marks what was launched until now; see `mark_computed`
         self._report = KVConnectorOutput()
 
     @property
     def failure(self) -> str:
-        return self._running.failure if self._running is not None else ""
+        return self._driver.failure if self._driver is not None else ""
 
     @property
     def warning(self) -> str:
         # What kept a handoff from working within the last minute.
-        return self._running.warning if self._running is not None else ""
+        return self._driver.warning if self._driver is not None else ""
 
     @property
     def fields(self) -> Mapping[str, str | int]:
         """What this node describes of its model and its cache to peers; see `Registration.fields`."""
-        return self._handoffs().fields
+        return self._handoffs().identity.fields
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -238,7 +183,7 @@ class HandoffWorker(WorkerHalf):
             ConfigurationError: a cache cannot be served, or the address cannot be bound. Nothing was started.
             BackendUnavailableError: something that is needed to serve a GPU's memory is not installed. Nothing was started.
         """
-        if self._running is not None:
+        if self._driver is not None:
             raise KVTransferStateError("the KV caches are registered already")
         arenas = [arena.segment for arena in self._arenas]
         registration = describe_caches(
@@ -251,8 +196,8 @@ class HandoffWorker(WorkerHalf):
             is_packed=is_packed,
         )
         self._memory.extend(kv_caches.values())
-        mark = partial(mark_computed, self._memory[0].device)
-        self._running = RunningHandoffs(self._config, registration, self._transport, self._options, mark)
+        self._mark = partial(mark_computed, self._memory[0].device)
+        self._driver = start_handoffs(self._config, registration, self._transport, self._options)
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[Any] | None = None
@@ -276,8 +221,8 @@ class HandoffWorker(WorkerHalf):
 
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
         """End the open offers of requests that lose their blocks, before the blocks can be overwritten."""
-        if self._running is not None:
-            self._running.retract(preempted_req_ids)
+        if self._driver is not None:
+            self._driver.retract(preempted_req_ids)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.submit(cast(HandoffMetadata, self.connector_metadata))
@@ -291,11 +236,27 @@ class HandoffWorker(WorkerHalf):
         Args:
             is_computed: Do not wait. Only for orders without loads, whose offered blocks are certainly written.
         """
-        self._handoffs().submit(orders, is_computed=is_computed)
+        driver = self._handoffs()
+        if not orders.is_empty():
+            driver.submit(orders, AT_ONCE if is_computed else self._mark())
 
     def begin_anew(self, weights: str | None, why: str) -> None:
-        """End every handoff and describe other weights to peers; see `RunningHandoffs.begin_anew`."""
-        self._handoffs().begin_anew(weights, why)
+        """End every handoff, and describe other weights to peers from now on.
+
+        Args:
+            weights: What the field `weights` is from now on. None: what it is already; then a step need not wait for the end.
+            why: For the log and for the errors of what ends.
+
+        Raises:
+            TransferTimeoutError: the handoff thread is busy. It will do this before it does anything that is ordered later.
+            UnexpectedError: peers may go on reading what was offered; restart the node.
+        """
+        driver = self._handoffs()
+        identity = driver.identity
+        if weights is not None:
+            fields = {**identity.fields, "weights": weights}
+            identity = replace(identity, fields=fields, digest=digest(fields))
+        driver.begin_anew(identity, why, None if weights is None else _BEGIN_TIMEOUT_S)
 
     def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:
         """Report as failed a load that could not even be ordered. It is reported once, like any load."""
@@ -320,7 +281,7 @@ class HandoffWorker(WorkerHalf):
         return errors
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._running.outcomes.take_stats() if self._running is not None else None
+        return self._driver.outcomes.take_stats() if self._driver is not None else None
 
     def shutdown(self) -> None:
         """End every handoff and free everything. Idempotent.
@@ -328,14 +289,14 @@ class HandoffWorker(WorkerHalf):
         Raises:
             TransferTimeoutError: a read could not be stopped in time; it still writes into the pool.
         """
-        if self._running is not None:
-            self._running.close()
+        if self._driver is not None:
+            self._driver.close(self._options.handoff.read_timeout_s + _CLOSE_GRACE_S)
         else:
             self._transport.close()
         # Only after the transport is closed: until then peers may read this memory.
         self._memory.clear()
 
-    def _handoffs(self) -> RunningHandoffs:
-        if self._running is None:
+    def _handoffs(self) -> HandoffDriver:
+        if self._driver is None:
             raise KVTransferStateError("the KV caches are not registered: call register_kv_caches first")
-        return self._running
+        return self._driver

@@ -26,7 +26,7 @@ class RequestsThatEndEarly:
             producer.add(Request(f"p{number}", LENGTH, OFFER, first_token_id=first), max_answer_tokens=5)
             for _ in range(num_steps):
                 producer.step()
-            producer.abort(f"p{number}", reason)
+            producer.finish(f"p{number}", reason)
             settle(producer)
             params = compute(producer, Request(f"again{number}", LENGTH, first_token_id=first))
             fetch(consumer, producer, Request(f"d{number}", LENGTH, params, first_token_id=first))
@@ -61,10 +61,10 @@ class RequestsThatEndEarly:
         producer, consumer = make_node(PER_LAYER), make_node(PER_LAYER)
         params = compute(producer, Request("p", LENGTH))
         request = Request("d", LENGTH, params)
-        consumer.scheduler.on_new_request(request)
+        consumer.add(request, is_queued=True)
         for num_here in (0, 8, 0):
             consumer.scheduler.get_num_new_matched_tokens(request, num_here)
-        consumer.finish(request, [], "abort")
+        consumer.finish(request.request_id)
         settle(producer, consumer)
         num_reports = consumer.num_reports("d", "recving")
         promise(
@@ -82,7 +82,7 @@ class RequestsThatEndEarly:
             consumer.add(request, max_answer_tokens=50)
             for _ in range(num_steps):
                 consumer.step()
-            consumer.abort(request.request_id)
+            consumer.finish(request.request_id)
             settle(producer, consumer)
             params = compute(producer, Request(f"p-again{num_steps}", LENGTH, first_token_id=first))
             fetch(consumer, producer, Request(f"d-again{num_steps}", LENGTH, params, first_token_id=first))
@@ -96,7 +96,7 @@ class RequestsThatEndEarly:
         consumer.add(Request("d2", LENGTH, second, first_token_id=100))
         consumer.step()
         if consumer.is_running("d1"):
-            consumer.abort("d1")
+            consumer.finish("d1")
         finish(consumer, "d2", producer)
         settle(producer, consumer)
 

@@ -14,6 +14,7 @@ from .harness import (
     UNIFORM,
     MakeNode,
     assert_whole,
+    begin_load,
     check_contents,
     check_counts,
     check_failed_blocks,
@@ -58,7 +59,7 @@ class FailurePromises:
         check_failed_blocks(consumer, blocks)
         check_contents(consumer, range(32), before, "an offer that cannot be used is not read")
         producer.step_until(is_freed(producer), consumer, timeout_s=AT_ONCE_S)
-        consumer.finish(request, blocks, "error")
+        consumer.finish("d", "error")
         assert_whole(producer)
         assert_whole(consumer)
 
@@ -67,8 +68,8 @@ class FailurePromises:
         _, params = producer.prefill("p", 10)
         release = {**(params or {}), "do_remote_prefill": False, "do_release": True}
         request = Request("router", 1, release)
-        producer.scheduler.on_new_request(request)
-        producer.finish(request, [], "length")
+        producer.add(request, is_queued=True)
+        producer.finish("router", "length")
         producer.step_until(is_freed(producer), timeout_s=AT_ONCE_S)
         check_counts("the end of an offer is counted", producer.stats.counters, {"offers_aborted_total": 1})
         assert_whole(producer)
@@ -78,14 +79,14 @@ class FailurePromises:
         _, params = producer.prefill("p", 10)
         producer.step_until(is_freed(producer))
         check_counts("the end of an offer is counted", producer.stats.counters, {"offers_expired_total": 1})
-        producer.fill(range(1, 32), seed=66)  # the blocks now belong to another request
+        producer.pool.fill(range(1, 32), seed=66)  # the blocks now belong to another request
         before = consumer.contents(range(32))
         request = Request("d", 10, params)
         blocks = load(consumer, producer, request)
         check_load_error(consumer, "d", "the offer is over")
         check_failed_blocks(consumer, blocks)
         check_contents(consumer, range(32), before, "an offer that cannot be used is not read")
-        consumer.finish(request, blocks, "error")
+        consumer.finish("d", "error")
         assert_whole(producer)
         assert_whole(consumer)
 
@@ -96,7 +97,7 @@ class FailurePromises:
         offered, params = producer.prefill("p", 10, seed=7)
         expected = producer.contents(offered)
         request = Request("d", 10, params)
-        consumer.scheduler.on_new_request(request)
+        consumer.add(request, is_queued=True, computes=False)
         consumer.step()
         try:  # it queues for longer than a lease
             producer.step_until(is_freed(producer), consumer, timeout_s=2.0)
@@ -106,14 +107,15 @@ class FailurePromises:
             promise(
                 "a claim keeps the lease alive", kept=False, seen="the offer ended although it was claimed"
             )
-        blocks, _ = consumer.start_load(request)
+        consumer.start("d")
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
+        blocks = consumer.blocks_of("d")
         check_contents(consumer, blocks, expected, "every offered byte arrives in the right block")
 
     def test_two_consumers_cannot_have_one_offer(self, make_node: MakeNode) -> None:
         producer, first, second = make_node(), make_node(), make_node()
         _, params = producer.prefill("p", 10)
-        first.scheduler.on_new_request(Request("d", 10, params))
+        first.add(Request("d", 10, params), is_queued=True)
         first.step()
         producer.step_until(lambda: len(producer.held) == 1, first)
         # After this load the first claim has arrived.
@@ -125,8 +127,7 @@ class FailurePromises:
         producer, consumer = make_node(), make_node(options={"claim_timeout_s": 0.2})
         _, params = producer.prefill("p", 10)
         request = Request("d", 10, params)
-        consumer.scheduler.on_new_request(request)
-        blocks, _ = consumer.start_load(request)
+        blocks = begin_load(consumer, request)
         # The producer's engine does not step meanwhile.
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0)
         check_load_error(consumer, "d", "timed out")
@@ -137,8 +138,7 @@ class FailurePromises:
         _, params = producer.prefill("p", 10)
         producer.worker.shutdown()
         request = Request("d", 10, params)
-        consumer.scheduler.on_new_request(request)
-        blocks, _ = consumer.start_load(request)
+        blocks = begin_load(consumer, request)
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0)
         check_load_error(consumer, "d")
         check_failed_blocks(consumer, blocks)
@@ -147,8 +147,7 @@ class FailurePromises:
         producer, consumer = make_node(), make_node()
         _, params = producer.prefill("p", 10)
         request = Request("d", 10, {**(params or {}), "remote_addresses": ["carrier-pigeon://7"]})
-        consumer.scheduler.on_new_request(request)
-        consumer.start_load(request)
+        consumer.add(request, computes=False)
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0)
         check_load_error(consumer, "d", "carrier-pigeon")
 
@@ -157,10 +156,10 @@ class FailurePromises:
         _, params = producer.prefill("p", 10)
         producer.step()
         request = Request("d", 10, params)
-        consumer.scheduler.on_new_request(request)
+        consumer.add(request, is_queued=True, computes=False)
         consumer.step()
         producer.worker.shutdown()
-        consumer.start_load(request)
+        consumer.start("d")
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, timeout_s=AT_ONCE_S)
         check_load_error(consumer, "d")
 
@@ -214,12 +213,11 @@ class FailurePromises:
 class AbortPromises:
     """If the consumer's client goes away, both nodes get all their blocks back."""
 
-    def nodes(self, make_node: MakeNode) -> tuple[ModelFreeNode, ModelFreeNode, Request]:
+    def nodes(self, make_node: MakeNode) -> tuple[ModelFreeNode, ModelFreeNode]:
         producer, consumer = make_node(), make_node()
         _, params = producer.prefill("p", 10)
-        request = Request("d", 10, params)
-        consumer.scheduler.on_new_request(request)
-        return producer, consumer, request
+        consumer.add(Request("d", 10, params), is_queued=True, computes=False)
+        return producer, consumer
 
     def assert_both_freed(self, producer: ModelFreeNode, consumer: ModelFreeNode) -> None:
         producer.step_until(is_freed(producer), consumer, timeout_s=AT_ONCE_S)
@@ -233,49 +231,45 @@ class AbortPromises:
         )
 
     def test_before_anything_was_sent(self, make_node: MakeNode) -> None:
-        producer, consumer, request = self.nodes(make_node)
-        consumer.finish(request, [], "abort")
+        producer, consumer = self.nodes(make_node)
+        consumer.finish("d")
         self.assert_both_freed(producer, consumer)
 
     def test_before_the_producers_worker_half_has_the_offer(self, make_node: MakeNode) -> None:
-        producer, consumer, request = self.nodes(make_node)
+        producer, consumer = self.nodes(make_node)
         consumer.step()
-        consumer.finish(request, [], "abort")
+        consumer.finish("d")
         consumer.step()
         self.assert_both_freed(producer, consumer)
 
     def test_while_claimed(self, make_node: MakeNode) -> None:
-        producer, consumer, request = self.nodes(make_node)
+        producer, consumer = self.nodes(make_node)
         producer.step()
         consumer.step()
-        consumer.finish(request, [], "abort")
+        consumer.finish("d")
         self.assert_both_freed(producer, consumer)
 
-    @pytest.mark.parametrize("num_steps", [0, 1])
-    def test_while_loading(self, make_node: MakeNode, num_steps: int) -> None:
-        producer, consumer, request = self.nodes(make_node)
+    def test_while_loading(self, make_node: MakeNode) -> None:
+        producer, consumer = self.nodes(make_node)
         producer.step()
-        blocks, _ = consumer.start_load(request)
-        for _ in range(num_steps):
-            consumer.step()
-        request.finish_reason = "abort"
-        consumer.scheduler.request_finished(request, [blocks])
+        consumer.start("d")
+        consumer.step()
+        consumer.finish("d")
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
-        consumer.free_blocks += blocks  # an engine keeps them until the report
         self.assert_both_freed(producer, consumer)
 
     def test_after_loading(self, make_node: MakeNode) -> None:
-        producer, consumer, request = self.nodes(make_node)
-        blocks, _ = consumer.start_load(request)
+        producer, consumer = self.nodes(make_node)
+        consumer.start("d")
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
-        consumer.finish(request, blocks, "abort")
+        consumer.finish("d")
         self.assert_both_freed(producer, consumer)
 
     def test_of_the_prefill_offers_nothing(self, make_node: MakeNode) -> None:
         producer = make_node()
-        request = Request("p", 10, {"do_remote_decode": True}, 10)
-        producer.scheduler.on_new_request(request)
-        params = producer.finish(request, producer.allocate(10), "abort")
+        producer.add(Request("p", 10, {"do_remote_decode": True}), max_answer_tokens=5)
+        producer.step()
+        params = producer.finish("p")
         check_counts("a prefill that was aborted offers nothing", params, None)
         producer.step()
         assert_whole(producer)

@@ -189,31 +189,35 @@ def settle(*nodes: ModelFreeNode) -> None:
         assert_whole(node)
 
 
-# == single calls ==================================================================================
+# == contents ======================================================================================
 
 
 def load(
-    consumer: ModelFreeNode, producer: ModelFreeNode, request: Request, local_blocks: Sequence[int] = ()
+    consumer: ModelFreeNode, producer: ModelFreeNode, request: Request, num_local_tokens: int = 0
 ) -> list[int]:
-    """Run a request's load until it succeeds or fails; return the request's block table.
+    """Run a request's load until it succeeds or fails; return the request's block table. The request does not end.
 
     Args:
         producer: Stepped together with the consumer.
-        local_blocks: Blocks of the prompt that the consumer already has.
+        num_local_tokens: Tokens of the prompt that the consumer already has, in whole blocks.
     """
-    consumer.scheduler.on_new_request(request)
-    num_here = len(local_blocks) * consumer.shape.block_size
-    _, is_async = consumer.scheduler.get_num_new_matched_tokens(request, num_here)
-    blocks, num_tokens = consumer.start_load(request, local_blocks)
+    request_id = request.request_id
+    consumer.add(request, num_local_tokens=num_local_tokens, computes=False)
+    consumer.step()
+    consumer.step_until(lambda: not consumer.is_waiting(request_id), producer)
     promise(
         "a prompt that another node offers is loaded",
-        kept=num_tokens > 0,
-        seen=f"get_num_new_matched_tokens found nothing to load for request {request.request_id!r}",
+        kept=request_id in consumer.num_loaded_tokens.keys() | consumer.failed_loads,
+        seen=f"get_num_new_matched_tokens found nothing to load for request {request_id!r}",
     )
+    return consumer.blocks_of(request_id)
+
+
+def begin_load(consumer: ModelFreeNode, request: Request) -> list[int]:
+    """Order a request's load; return the request's block table."""
+    consumer.add(request, computes=False)
     consumer.step()
-    if is_async:
-        consumer.step_until(lambda: consumer.num_reports(request.request_id, "recving") > 0, producer)
-    return blocks
+    return consumer.blocks_of(request.request_id)
 
 
 def by_token(node: ModelFreeNode, blocks: Sequence[int]) -> torch.Tensor:
@@ -255,8 +259,8 @@ def check_failed_blocks(node: ModelFreeNode, blocks: Sequence[int]) -> None:
 
 def assert_whole(node: ModelFreeNode) -> None:
     """Check that no block is held any more, and that every block is free exactly once."""
-    missing = sorted(set(range(1, node.shape.num_blocks)) - set(node.free_blocks))
-    twice = sorted({block for block in node.free_blocks if node.free_blocks.count(block) > 1})
+    missing = sorted(set(range(1, node.shape.num_blocks)) - set(node.pool.free_blocks))
+    twice = sorted({block for block in node.pool.free_blocks if node.pool.free_blocks.count(block) > 1})
     promise(
         "in the end every block is free, once",
         kept=not (node.held or missing or twice),

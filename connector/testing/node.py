@@ -89,6 +89,8 @@ class _Entry:
         num_wanted_tokens: Until `give_up_at`, the request waits until the connector can supply as many tokens.
         num_answer_tokens: Tokens sampled so far, of `max_answer_tokens`.
         may_load: A request loads at most once.
+        is_queued: It waits until `start`.
+        computes: Otherwise it only loads, and keeps its blocks until `finish`.
     """
 
     request: Request
@@ -101,6 +103,8 @@ class _Entry:
     block_ids: list[int] = field(default_factory=list)
     num_answer_tokens: int = 0
     may_load: bool = True
+    is_queued: bool = False
+    computes: bool = True
 
     def __str__(self) -> str:
         return f"{self.state}, {self.request.num_computed_tokens} tokens computed"
@@ -115,8 +119,7 @@ class ModelFreeNode:
     """A connector's scheduler half, and a worker half for each rank, with a pool and a scheduler. A context manager that
     shuts down.
 
-    Either `add` requests and run steps, as an engine does; or make single calls with `start_load` and `finish`, for tests
-    that compare contents themselves.
+    `add` requests and run steps, as an engine does. A test that compares contents itself passes `computes=False`.
 
     Args:
         max_step_tokens: Tokens that one step computes at most. Longer prompts are computed in chunks.
@@ -125,6 +128,7 @@ class ModelFreeNode:
 
     Attributes:
         workers: The worker half of each rank.
+        pool: Its blocks, and what they contain.
         held: Blocks of finished requests that the connector still needs, by request.
         outputs: The worker half's reports, of the steps in which it reported something.
         params: What the connector gave the client of each finished request, or of one whose prompt is still computed.
@@ -232,22 +236,6 @@ class ModelFreeNode:
     def layer_names(self) -> tuple[str, ...]:
         return tuple(self.kv_cache_config.kv_cache_groups[0].layer_names)
 
-    @property
-    def free_blocks(self) -> list[int]:
-        return self.pool.free_blocks
-
-    @free_blocks.setter
-    def free_blocks(self, block_ids: list[int]) -> None:
-        self.pool.free_blocks = block_ids
-
-    def fill(self, block_ids: Sequence[int], seed: int) -> None:
-        """Put random numbers into blocks."""
-        self.pool.fill(block_ids, seed)
-
-    def write(self, block_ids: Sequence[int], contents: torch.Tensor) -> None:
-        """Put contents, as `contents` returns them, into blocks."""
-        self.pool.write(block_ids, contents)
-
     def contents(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of blocks: `(num_layers, num_block_ids, 2, block_size, num_kv_heads, head_size)`."""
         return self.pool.read()[:, list(block_ids)]
@@ -282,6 +270,8 @@ class ModelFreeNode:
         max_answer_tokens: int = 1,
         num_wanted_tokens: int = 0,
         seed: int = 0,
+        is_queued: bool = False,
+        computes: bool = True,
     ) -> None:
         """Accept a request; the next steps load or compute its prompt, then its answer, and finish it.
 
@@ -290,13 +280,35 @@ class ModelFreeNode:
             num_wanted_tokens: Wait until the connector can supply as many tokens, for half of `deadline_s` at most: another
                 node's connector may still be saving them.
             seed: See `TokenValues`.
+            is_queued: Give it no blocks before `start`.
+            computes: If False, the node neither computes the request nor checks what it loads, which must be asynchronous.
+                The request keeps its blocks until `finish`.
         """
         self.scheduler.on_new_request(request)
         values = TokenValues(request, self.config.model.model, seed, self.shape)
         give_up_at = time.monotonic() + self.deadline_s / 2  # so that it is computed before the deadline
         self._entries[request.request_id] = _Entry(
-            request, values, num_local_tokens, max_answer_tokens, num_wanted_tokens, give_up_at
+            request,
+            values,
+            num_local_tokens,
+            max_answer_tokens,
+            num_wanted_tokens,
+            give_up_at,
+            is_queued=is_queued,
+            computes=computes,
         )
+
+    def start(self, request_id: str) -> None:
+        """Let a queued request have its blocks in the next step."""
+        self._entries[request_id].is_queued = False
+
+    def blocks_of(self, request_id: str) -> list[int]:
+        """Return the block table of a request that has not ended."""
+        return list(self._entries[request_id].block_ids)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Return whether a request waits for its blocks or for its load."""
+        return self._entries[request_id].state in {"waiting", "loading"}
 
     def is_running(self, request_id: str) -> bool:
         """Return whether a request was added and has not ended."""
@@ -307,10 +319,6 @@ class ModelFreeNode:
         """Whether a request has not ended, or a transfer is under way."""
         return bool(self._entries or self._loads or self.held)
 
-    def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End a request before its time."""
-        self._end(self._entries[request_id], reason)
-
     def preempt(self, request_id: str) -> None:
         """Take a request's blocks away; it starts over. The connector learns of it in the next step."""
         entry = self._entries[request_id]
@@ -318,19 +326,6 @@ class ModelFreeNode:
         self._lost_blocks[request_id] = entry.block_ids
         entry.state, entry.block_ids, entry.num_local_tokens = "waiting", [], 0
         entry.request.num_computed_tokens = 0
-
-    def _end(self, entry: _Entry, reason: str) -> None:
-        request_id = entry.request.request_id
-        del self._entries[request_id]
-        if entry.state == "loading":
-            self._loads[request_id].is_abandoned = True  # the load may still write into its blocks
-        self.finish(entry.request, entry.block_ids, reason)
-
-    # -- single calls --------------------------------------------------------------------------------
-
-    def allocate(self, num_tokens: int) -> list[int]:
-        """Take free blocks for tokens, the highest first."""
-        return self.pool.allocate(-(-num_tokens // self.shape.block_size))
 
     def prefill(
         self, request_id: str, num_tokens: int, *, seed: int = 0
@@ -347,52 +342,32 @@ class ModelFreeNode:
         self.step_until(lambda: not self.is_running(request_id))
         return entry.block_ids, self.params[request_id]
 
-    def start_load(self, request: Request, local_blocks: Sequence[int] = ()) -> tuple[list[int], int]:
-        """Ask how much can be loaded beyond `local_blocks`, and order the load.
+    def _order(self, entry: _Entry, first_token: int, last_token: int, *, is_async: bool) -> None:
+        request_id, size = entry.request.request_id, self.shape.block_size
+        values = entry.values if entry.computes else None
+        table = list(entry.block_ids)
+        load = _Load(entry.request, table, first_token, last_token, is_async, size, values)
+        self._loads[request_id] = load
+        self._ended.pop(("recving", request_id), None)
+
+    def finish(self, request_id: str, reason: str = "abort") -> dict[str, Any] | None:
+        """End a request, by default before its time. Its blocks are freed as soon as no load and no offer needs them.
 
         Returns:
-            The request's whole block table, and the number of tokens to load.
+            What the connector gives the client.
         """
-        num_here = len(local_blocks) * self.shape.block_size
-        num_tokens, is_async = self._ask(request, num_here)
-        promise(
-            "get_num_new_matched_tokens says how much can be loaded; a single call cannot ask again later",
-            kept=num_tokens is not None,
-            seen=f"it answered None for request {request.request_id!r}",
-        )
-        assert num_tokens is not None
-        blocks = [*local_blocks, *self.allocate(request.num_prompt_tokens - num_here)]
-        self.scheduler.update_state_after_alloc(request, [blocks], num_tokens)
-        if num_tokens:
-            self._order(request, blocks, num_here, num_here + num_tokens, is_async=is_async)
-        return blocks, num_tokens
-
-    def _order(
-        self,
-        request: Request,
-        table: list[int],
-        first_token: int,
-        last_token: int,
-        *,
-        is_async: bool,
-        values: TokenValues | None = None,
-    ) -> None:
-        size = self.shape.block_size
-        load = _Load(request, list(table), first_token, last_token, is_async, size, values)
-        self._loads[request.request_id] = load
-        self._ended.pop(("recving", request.request_id), None)
-
-    def finish(self, request: Request, blocks: list[int], reason: str) -> dict[str, Any] | None:
-        """End a request; its blocks are freed now, or as soon as the connector releases them."""
+        entry = self._entries.pop(request_id)
+        request, blocks = entry.request, entry.block_ids
         request.finish_reason = reason
-        request_id = request.request_id
-        delay_free, params = self.scheduler.request_finished(request, [blocks])
+        is_held, params = self.scheduler.request_finished(request, [blocks])
         self._finished.add(request_id)
         self._take_params(request_id, params)
         self._ended.pop(("sending", request_id), None)
-        if delay_free:
+        if is_held:
             self.held[request_id] = blocks
-        elif request_id not in self._loads or not self._loads[request_id].is_abandoned:
+        if entry.state == "loading":
+            self._loads[request_id].is_abandoned = True  # the load may still write into its blocks
+        elif not is_held:
             self.pool.free(blocks)
         return params
 
@@ -458,9 +433,9 @@ class ModelFreeNode:
         scheduled: list[ComputedRequest] = []
         num_left = self.max_step_tokens
         for entry in list(self._entries.values()):
-            if num_left and entry.state == "waiting":
+            if num_left and entry.state == "waiting" and not entry.is_queued:
                 self._admit(entry, num_left)
-            if num_left and entry.state in {"ready", "running"}:
+            if num_left and entry.state in {"ready", "running"} and entry.computes:
                 item = self._schedule(entry, num_left)
                 scheduled.append(item)
                 num_left -= item.num_scheduled_tokens
@@ -500,16 +475,14 @@ class ModelFreeNode:
         known = request.num_prompt_tokens + entry.num_answer_tokens
         num_new = 0 if is_async else min(known - num_ready, max_tokens)
         num_blocks = -(-(num_ready + num_new) // self.shape.block_size)
-        if num_blocks > len(self.free_blocks):
+        if num_blocks > len(self.pool.free_blocks):
             return
         entry.block_ids = self.pool.allocate(num_blocks)
         self._write_tokens(entry, 0, num_local, range(self.shape.num_layers))
         self.scheduler.update_state_after_alloc(request, [list(entry.block_ids)], num_external)
         if num_external:
             entry.may_load = False
-            self._order(
-                request, entry.block_ids, num_local, num_ready, is_async=is_async, values=entry.values
-            )
+            self._order(entry, num_local, num_ready, is_async=is_async)
         entry.state = "loading" if is_async else "running"
         request.num_computed_tokens = num_local if is_async else num_ready
 
@@ -669,7 +642,7 @@ class ModelFreeNode:
             entry.state = "ready"
             # The prompt's last token gives the logits, so it is computed here even if it was loaded.
             entry.request.num_computed_tokens = min(num_valid, entry.request.num_prompt_tokens - 1)
-            if has_failed:
+            if has_failed and entry.computes:
                 self._give_up_blocks(entry)
 
     def _give_up_blocks(self, entry: _Entry) -> None:
@@ -716,7 +689,7 @@ class ModelFreeNode:
                     kept=has_failed or not load.late,
                     seen=f"after it returned, {load.late}; later in the step this was no longer so",
                 )
-                self._note_loaded(load, load.num_valid_tokens, has_failed)
+            self._note_loaded(load, load.num_valid_tokens, has_failed)
             if has_failed:
                 void[request_id] = load.num_valid_tokens
             self.pool.accept(request_id, load.block_ids)
@@ -738,7 +711,7 @@ class ModelFreeNode:
                 continue
             entry.num_answer_tokens += 1
             if entry.num_answer_tokens >= entry.max_answer_tokens:
-                self._end(entry, "length")
+                self.finish(item.request_id, "length")
 
     def _fail(self, plan: Step) -> None:
         """End the requests of a step that failed. Their blocks stay reserved until the next step."""

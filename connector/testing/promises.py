@@ -8,7 +8,7 @@ from ...transports.errors import ConfigurationError
 from ..base import KVConnectorRole, SchedulerHalf, WorkerHalf
 from ..factory import KVConnectorFactory
 from .broken import BrokenPromiseError, promise
-from .harness import PER_LAYER, MakeNode, compute, eventually, num_whole_blocks
+from .harness import PER_LAYER, MakeNode, compute, eventually, finish, num_whole_blocks
 from .shapes import Request, Step
 
 
@@ -19,7 +19,7 @@ class ConnectorPromises:
         producer, consumer = make_node(PER_LAYER), make_node(PER_LAYER)
         params = compute(producer, Request("p", 18))
         request, ask = Request("d", 18, params), consumer.scheduler.get_num_new_matched_tokens
-        consumer.scheduler.on_new_request(request)
+        consumer.add(request, is_queued=True)
         wanted = num_whole_blocks(PER_LAYER, 18)
         eventually(
             "a prompt that one node computed can be loaded by another in the end",
@@ -35,7 +35,9 @@ class ConnectorPromises:
             kept=[num for num, _ in answers] == [num_tokens - num_here for num_here in (0, 0, 8, 4, 0)],
             seen=f"asked with 0, 0, 8, 4 and 0 tokens that the node has, it answered {answers}",
         )
-        ordered = consumer.start_load(request)[1]
+        consumer.start("d")
+        finish(consumer, "d", producer)
+        ordered = consumer.num_loaded_tokens.get("d", 0)
         promise(
             "asking changes nothing", kept=ordered == num_tokens, seen=f"{num_tokens} tokens became {ordered}"
         )

@@ -76,6 +76,7 @@ from ..base import (
     KVConnectorBase,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    ScheduledRequest,
     SchedulerHalf,
     SchedulerOutput,
     WorkerHalf,
@@ -108,16 +109,6 @@ _STATUS = {
 
 
 @dataclass(frozen=True)
-class _Scheduled:
-    """What a step computes of one request; see `connector.base.ScheduledRequest`."""
-
-    request_id: str
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
 class _Orders(KVConnectorMetadata):
     """One step of vLLM's.
 
@@ -128,7 +119,7 @@ class _Orders(KVConnectorMetadata):
     """
 
     step: Any
-    scheduled: tuple[_Scheduled, ...]
+    scheduled: tuple[ScheduledRequest, ...]
     loading: Mapping[str, tuple[int, ...]]
 
 
@@ -166,7 +157,7 @@ class _Requests:
             followed.status = _STATUS[request.finish_reason]
         return followed
 
-    def answer(self, item: _Scheduled) -> None:
+    def answer(self, item: ScheduledRequest) -> None:
         """Take note that a step has computed tokens. If they end the prompt or follow it, one more token is known now."""
         request = self._by_id[item.request_id]
         num_known = item.num_computed_tokens + item.num_scheduled_tokens + 1
@@ -217,9 +208,9 @@ class _VllmScheduler(SchedulerHalf):
         self._loading: dict[str, tuple[int, ...]] = {}
         self._is_async: dict[str, bool] = {}
         #: Block tables as vLLM's model runner has them, of the requests that were scheduled before.
-        self._tables: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._tables: dict[str, Sequence[Sequence[int]]] = {}
         self._lost_blocks: set[str] = set()
-        self._scheduled: tuple[_Scheduled, ...] = ()
+        self._scheduled: tuple[ScheduledRequest, ...] = ()
 
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         sent = {(0, rank): pickle.loads(own.pickled) for rank, own in metadata.items()}  # type: ignore[attr-defined]
@@ -257,15 +248,7 @@ class _VllmScheduler(SchedulerHalf):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         previous = {item.request_id for item in self._scheduled}
-        scheduled = tuple(
-            _Scheduled(
-                item.request_id,
-                item.num_computed_tokens,
-                item.num_scheduled_tokens,
-                tuple(map(tuple, item.block_ids)),
-            )
-            for item in scheduler_output.scheduled_requests
-        )
+        scheduled = tuple(scheduler_output.scheduled_requests)
         step = self._step(scheduled, previous, scheduler_output)
         tables = {
             request_id: tuple(map(list, self._tables[request_id])) for request_id in step.num_scheduled_tokens
@@ -297,7 +280,7 @@ class _VllmScheduler(SchedulerHalf):
         self._sync_loads.clear()
         return _Orders(step, scheduled, loading)
 
-    def _step(self, scheduled: Sequence[_Scheduled], previous: set[str], step: SchedulerOutput) -> Any:
+    def _step(self, scheduled: Sequence[ScheduledRequest], previous: set[str], step: SchedulerOutput) -> Any:
         """Describe what a step computes in vLLM's terms: new requests in full, the others by what has changed."""
         self._lost_blocks |= step.preempted_req_ids
         for request_id in step.preempted_req_ids:
@@ -529,7 +512,7 @@ def _only_connector(connector: Any) -> Iterator[None]:
         kv_transfer_state._KV_CONNECTOR_AGENT = before
 
 
-def _attention_metadata(scheduled: Sequence[_Scheduled], block_size: int) -> Any:
+def _attention_metadata(scheduled: Sequence[ScheduledRequest], block_size: int) -> Any:
     """Make the attention metadata of a step as vLLM's CPU backend does, without its plan of the computation."""
     counts = [item.num_scheduled_tokens for item in scheduled]
     ends = [item.num_computed_tokens + item.num_scheduled_tokens for item in scheduled]

@@ -35,7 +35,7 @@ def handed_over(producer: ModelFreeNode, consumer: ModelFreeNode, name: str) -> 
     blocks = load(consumer, producer, request)
     error = consumer.load_error(request.request_id)
     assert error or torch.equal(consumer.contents(blocks), expected)
-    consumer.finish(request, blocks, "error" if error else "stop")
+    consumer.finish(request.request_id, "error" if error else "stop")
     release(producer, params)
     return error
 
@@ -83,18 +83,18 @@ def test_an_offer_ends_with_the_weights_that_it_was_computed_with(
     producer, consumer = nodes
     offers = [producer.prefill(f"p-{name}", 9)[1] for name in ("claimed", "open")]
     requests = [Request(f"d-{number}", 9, params) for number, params in enumerate(offers)]
-    consumer.scheduler.on_new_request(requests[0])
+    consumer.add(requests[0], is_queued=True, computes=False)
     for node in nodes:
         node.step()
     for node in (consumer, producer):
         change(node, "other")
     producer.step_until(lambda: not producer.held)
-    consumer.scheduler.on_new_request(requests[1])
+    consumer.add(requests[1], is_queued=True, computes=False)
     for request in requests:
-        table, _ = consumer.start_load(request)
+        consumer.start(request.request_id)
         consumer.step_until(lambda: consumer.num_reports(request.request_id, "recving") > 0, producer)  # noqa: B023
         assert consumer.load_error(request.request_id)
-        consumer.finish(request, table, "error")
+        consumer.finish(request.request_id, "error")
     assert WHY in consumer.load_error("d-0")
 
 

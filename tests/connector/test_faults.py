@@ -78,32 +78,30 @@ def hand_over(consumer: ModelFreeNode, producer: ModelFreeNode) -> list[str]:
     Returns:
         For each load, why it failed. Empty if it succeeded.
     """
-    expected, blocks, requests = [], [], []
+    expected, requests = [], []
     for number in range(NUM_LOADS):
         offered, params = producer.prefill(f"p{number}", 9 + number, seed=number)
         expected.append(producer.contents(offered))
         requests.append(Request(f"d{number}", 9 + number, params))
-        consumer.scheduler.on_new_request(requests[-1])
-        table, num_tokens = consumer.start_load(requests[-1])
-        assert num_tokens > 0
-        blocks.append(table)
+        consumer.add(requests[-1], computes=False)
     names = [request.request_id for request in requests]
     consumer.step_until(lambda: all(consumer.num_reports(name, "recving") for name in names), producer)
     errors = [consumer.load_error(name) for name in names]
+    blocks = [consumer.blocks_of(name) for name in names]
     for table, right, error in zip(blocks, expected, errors, strict=True):
         if error:
             assert set(table) <= consumer.invalid_block_ids
         else:
             assert torch.equal(consumer.contents(table), right)
-    for request, table in zip(requests, blocks, strict=True):
-        consumer.finish(request, table, "stop")
+    for name in names:
+        consumer.finish(name, "stop")
     producer.step_until(lambda: not producer.held, consumer)
     for _ in range(5):
         consumer.step()
         producer.step()
     assert [consumer.num_reports(name, "recving") for name in names] == [1] * NUM_LOADS
     for node in (consumer, producer):
-        assert sorted(node.free_blocks) == list(range(1, node.shape.num_blocks))
+        assert sorted(node.pool.free_blocks) == list(range(1, node.shape.num_blocks))
     return errors
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config, load
+from kvferry.connector.testing.harness import begin_load
 from kvferry.transports.errors import ForeignTransportError
 
 #: Far below any deadline, and far more than a busy machine needs.
@@ -51,8 +52,8 @@ def test_a_peer_of_another_transport_fails_each_load_at_once_and_is_warned_about
     for number in range(5):
         _, params = producer.prefill(f"p{number}", 9)
         request = Request(f"d{number}", 9, params)
-        blocks = load(consumer, producer, request)
-        consumer.finish(request, blocks, "error")
+        load(consumer, producer, request)
+        consumer.finish(request.request_id, "error")
     assert time.monotonic() - began < AT_ONCE_S  # no request waits for the backoff after a failed connection
     for said in (consumer.load_error("d0"), consumer.load_error("d4"), consumer.worker.warning):
         assert repr(address_of(consumer)) in said
@@ -73,8 +74,8 @@ def test_a_malformed_address_of_the_own_transport_is_not_taken_for_another_trans
     consumer, producer = nodes.make("zeromq"), nodes.make("zeromq")
     _, params = producer.prefill("p", 9)
     request = Request("d", 9, {**(params or {}), "remote_addresses": ["zeromq://nowhere"]})
-    blocks = load(consumer, producer, request)
-    consumer.finish(request, blocks, "error")
+    load(consumer, producer, request)
+    consumer.finish(request.request_id, "error")
     assert "zeromq://nowhere" in consumer.load_error("d")
     assert consumer.worker.warning == ""
 
@@ -92,16 +93,14 @@ def test_forged_addresses_fail_one_request(connector: str, num_addresses: int, n
     request = Request(
         "forged", 9, {**(forged or {}), "remote_addresses": addresses, "tp_size": num_addresses}
     )
-    consumer.scheduler.on_new_request(request)
-    table, _ = consumer.start_load(request)
-    consumer.step()
+    begin_load(consumer, request)
     honest = Request("d", 9, params)
     blocks = load(consumer, producer, honest)
     assert consumer.load_error("d") == ""
     assert torch.equal(consumer.contents(blocks), expected)
     consumer.step_until(lambda: consumer.num_reports("forged", "recving") > 0, producer)
-    consumer.finish(request, table, "error")
-    consumer.finish(honest, blocks, "stop")
+    consumer.finish(request.request_id, "error")
+    consumer.finish(honest.request_id, "stop")
     assert ("max_peer_ranks" in consumer.load_error("forged")) == (num_addresses > 64)
     assert consumer.load_error("forged") != ""
     assert consumer.worker.failure == ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.connector.testing.harness import begin_load
 from kvferry.transports.testing import HostileProxy, NetworkFault
 from tests.support.gpu_pools import GpuPools
 
@@ -59,18 +60,17 @@ class HostileNetwork:
         offered, params = producer.prefill(f"p{number}", NUM_TOKENS, seed=number)
         expected = producer.contents(offered)
         request = Request(request_id, NUM_TOKENS, {**(params or {}), "remote_addresses": [self.address]})
-        consumer.scheduler.on_new_request(request)
-        blocks, _ = consumer.start_load(request)
+        blocks = begin_load(consumer, request)
         consumer.step_until(lambda: consumer.num_reports(request_id, "recving") > 0, producer)
         is_loaded = not consumer.load_error(request_id)
         if is_loaded:
             assert torch.equal(consumer.contents(blocks), expected)
-        consumer.fill(blocks, seed=1000 + number)
+        consumer.pool.fill(blocks, seed=1000 + number)
         of_another = consumer.contents(blocks)
         producer.step_until(lambda: not producer.held, consumer)
-        producer.fill(offered, seed=2000 + number)
+        producer.pool.fill(offered, seed=2000 + number)
         assert torch.equal(consumer.contents(blocks), of_another)
-        consumer.finish(request, blocks, "stop")
+        consumer.finish(request.request_id, "stop")
         return is_loaded
 
 
@@ -147,4 +147,4 @@ def survives(connector: str) -> None:
         network.proxy.stop_faults()
         assert any(network.load(number) for number in range(NUM_LOADS, MAX_LOADS))
         for node in (network.producer, network.consumer):
-            assert sorted(node.free_blocks) == list(range(1, SHAPE.num_blocks))
+            assert sorted(node.pool.free_blocks) == list(range(1, SHAPE.num_blocks))

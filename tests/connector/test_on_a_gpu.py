@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.p2p.computed import Mark, mark_computed
+from kvferry.connector.p2p.computed import AT_ONCE, Mark, mark_computed
 from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.p2p.orders import (
     Announcement,
@@ -30,7 +30,7 @@ from kvferry.connector.p2p.orders import (
     RequestOrders,
 )
 from kvferry.connector.p2p.registration import describe_caches
-from kvferry.connector.p2p.worker import RunningHandoffs
+from kvferry.connector.p2p.worker import start_handoffs
 from kvferry.connector.testing import (
     PER_LAYER,
     UNIFORM,
@@ -72,9 +72,7 @@ class Side:
         # To PyTorch this is main memory. The transport is told that it is memory of a GPU.
         in_main_memory = describe_caches(config, POOL, {LAYER: self.cache}, [])
         registration = replace(in_main_memory, pool=Pool([arena.segment]))
-        self.handoffs = RunningHandoffs(
-            config, registration, SharedMemoryTransport(), ConnectorOptions(), self.mark
-        )
+        self.handoffs = start_handoffs(config, registration, SharedMemoryTransport(), ConnectorOptions())
         address = self.handoffs.address
         self.offer = RemoteOffer(
             engine_id, address.epoch, "p", 1, (address.address,), len(OFFERED) * SHAPE.block_size, (OFFERED,)
@@ -95,6 +93,9 @@ class Side:
     def mark(self) -> Mark:
         return Mark(lambda: self.is_computed(), self.wait)
 
+    def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
+        self.handoffs.submit(orders, AT_ONCE if is_computed else self.mark())
+
     def wait(self) -> None:
         self._is_awaited.set()
         assert self._has_run.wait(DEADLINE_S)
@@ -112,12 +113,12 @@ class Side:
         announced = (
             RequestOrders(offer.request_id, announcement=Announcement(offer.lease)) for offer in offers
         )
-        self.handoffs.submit(HandoffMetadata(tuple(announced)), is_computed=True)
+        self.submit(HandoffMetadata(tuple(announced)), is_computed=True)
 
     def open(self, offer: RemoteOffer, num_ready: int, *, is_computed: bool) -> None:
         """Offer blocks of a prompt that is still being computed."""
         order = OpenOrder(offer.lease, offer.block_ids, offer.num_tokens, num_ready, "")
-        self.handoffs.submit(ordered(offer.request_id, offer=order), is_computed=is_computed)
+        self.submit(ordered(offer.request_id, offer=order), is_computed=is_computed)
 
     def until(self, is_true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -127,7 +128,7 @@ class Side:
 
     def close(self) -> None:
         self.is_behind = False  # otherwise the thread that waits for the GPU would not end
-        self.handoffs.close()
+        self.handoffs.close(DEADLINE_S)
 
     def is_computed(self) -> bool:
         self.num_asked += 1
@@ -136,14 +137,14 @@ class Side:
     def start_offer(self, *, is_computed: bool = False) -> None:
         # The GPU has finished the step that announces the offer. Otherwise no other node could know about the offer.
         is_behind, self.is_behind = self.is_behind, False
-        self.handoffs.submit(ordered("p", announcement=Announcement(self.offer.lease)))
+        self.submit(ordered("p", announcement=Announcement(self.offer.lease)))
         self.until(lambda: self.num_asked > 0)
         self.is_behind = is_behind
         order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens, self.offer.content)
-        self.handoffs.submit(ordered("p", offer=order), is_computed=is_computed)
+        self.submit(ordered("p", offer=order), is_computed=is_computed)
 
     def start_load(self, offer: RemoteOffer, request_id: str = "d", blocks: tuple[int, ...] = LOADED) -> None:
-        self.handoffs.submit(ordered(request_id, claim=offer, load=(GroupBlocks(0, blocks),)))
+        self.submit(ordered(request_id, claim=offer, load=(GroupBlocks(0, blocks),)))
 
     def until_awaited(self) -> None:
         """Wait until orders wait for the GPU."""
@@ -263,7 +264,7 @@ def test_a_gpu_that_failed_ends_everything(producer: Side, consumer: Side) -> No
 def test_a_node_that_shuts_down_does_not_wait_for_its_gpu(producer: Side, consumer: Side) -> None:
     consumer.start_load(producer.offer)
     consumer.until_awaited()
-    consumer.handoffs.close()
+    consumer.close()
     assert "shuts down" in consumer.until_ended()["d"]
 
 
@@ -297,9 +298,7 @@ def test_a_preemption_waits_for_no_pass_and_ends_no_other_offer(
     producer.open(preempted, SHAPE.block_size, is_computed=True)
     producer.open(other, other.num_tokens, is_computed=True)
     consumer.start_load(preempted)
-    producer.handoffs.submit(
-        ordered("preempted", extension=ExtendOrder(preempted.block_ids, preempted.num_tokens))
-    )
+    producer.submit(ordered("preempted", extension=ExtendOrder(preempted.block_ids, preempted.num_tokens)))
     producer.until_awaited()
     consumer.until(lambda: bool((consumer.cache[LOADED[0]] == 1.0).all()))
     producer.handoffs.retract({"preempted"})
@@ -336,7 +335,7 @@ def test_an_offer_that_waits_for_the_gpu_is_never_made_after_its_preemption(
     assert (consumer.cache[[5, 6]] == 1.0).all()
     # The end of the first one is not reported: that of the second one is reported once the request has finished.
     ended: list[str] = []
-    producer.handoffs.submit(ordered("p", completion=again.block_ids))
+    producer.submit(ordered("p", completion=again.block_ids))
     producer.until(
         lambda: bool(ended.extend(producer.handoffs.outcomes.take_report().finished_sending) or ended)
     )

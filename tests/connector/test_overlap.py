@@ -18,6 +18,7 @@ from kvferry.connector.p2p.orders import ExtendOrder, HandoffMetadata, OfferOrde
 from kvferry.connector.p2p.params import rendezvous_params
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, Step, engine_config
+from kvferry.connector.testing.harness import begin_load
 from tests.support.handoff_orders import orders_of
 
 SHAPE = CacheShape()
@@ -68,10 +69,10 @@ class Prefill:
     def begin(cls, node: ModelFreeNode, request_id: str = "p") -> Prefill:
         request = Request(request_id, NUM_TOKENS, WISH)
         node.scheduler.on_new_request(request)
-        blocks = node.allocate(NUM_TOKENS)
+        blocks = node.pool.allocate(-(-NUM_TOKENS // BLOCK))
         node.scheduler.update_state_after_alloc(request, [blocks], 0)
         node.step()
-        node.fill(blocks, seed=5)
+        node.pool.fill(blocks, seed=5)
         expected = node.contents(blocks)
         node.pool.poison(blocks)
         return cls(node, request, blocks, expected, rendezvous_params(NAME, node.scheduler.describe()))
@@ -80,19 +81,22 @@ class Prefill:
         """Compute the first `num_tokens` tokens. Returns the params of the answer, if these are all."""
         self.request.num_computed_tokens = num_tokens
         num_blocks = -(-num_tokens // BLOCK)
-        self.node.write(self.blocks[:num_blocks], self.expected[:, :num_blocks])
+        self.node.pool.write(self.blocks[:num_blocks], self.expected[:, :num_blocks])
         if num_tokens == NUM_TOKENS:
-            return self.node.finish(self.request, self.blocks, "length")
+            return self.finish("length")
         self.node.scheduler.request_progressed(self.request, [self.blocks[:num_blocks]])
         return None
 
+    def finish(self, reason: str) -> dict[str, Any] | None:
+        self.request.finish_reason = reason
+        is_held, params = self.node.scheduler.request_finished(self.request, [self.blocks])
+        if is_held:
+            self.node.held[self.request.request_id] = self.blocks
+        return params
+
 
 def start_load(consumer: ModelFreeNode, params: dict[str, Any] | None) -> list[int]:
-    request = Request("d", NUM_TOKENS, params)
-    consumer.scheduler.on_new_request(request)
-    blocks, num_tokens = consumer.start_load(request)
-    assert num_tokens == NUM_TOKENS
-    return blocks
+    return begin_load(consumer, Request("d", NUM_TOKENS, params))
 
 
 def has_arrived(consumer: ModelFreeNode, prefill: Prefill, blocks: list[int], num_blocks: int) -> bool:
@@ -146,7 +150,7 @@ def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) ->
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 2), producer)
     metadata = producer.scheduler.build_connector_meta(Step(preempted_req_ids={"p"}))
     producer.worker.handle_preemptions({"p"})
-    producer.fill(prefill.blocks, seed=99)  # they are another request's now
+    producer.pool.fill(prefill.blocks, seed=99)  # they are another request's now
     producer.worker.bind_connector_metadata(metadata)
     producer.worker.start_load_kv(None)
     consumer.step_until(lambda: is_loaded(consumer), producer)
@@ -187,20 +191,19 @@ def test_a_prefill_that_is_aborted_keeps_its_blocks_until_no_consumer_reads_them
     start_load(consumer, prefill.params)
     consumer.step()
     producer.step()
-    assert producer.finish(prefill.request, prefill.blocks, "abort") is None
+    assert prefill.finish("abort") is None
     assert producer.held
     consumer.step_until(lambda: is_loaded(consumer) and not producer.held, producer)
     assert consumer.load_error("d") != ""
-    assert sorted(producer.free_blocks) == list(range(1, SHAPE.num_blocks))
+    assert sorted(producer.pool.free_blocks) == list(range(1, SHAPE.num_blocks))
 
 
 def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
     prefill.compute(8)
-    request = Request("d", NUM_TOKENS, prefill.params)
-    consumer.scheduler.on_new_request(request)
-    consumer.finish(request, [], "abort")
+    consumer.add(Request("d", NUM_TOKENS, prefill.params), is_queued=True)
+    consumer.finish("d")
     consumer.step_until(lambda: producer.stats.counters.get("offers_aborted_total", 0) > 0, producer)
     assert producer.num_reports("p", "sending") == 0  # the request still runs: its blocks are the engine's
     prefill.compute(NUM_TOKENS)

@@ -20,6 +20,7 @@ from kvferry.connector.handoff.events import Identity
 from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
 from kvferry.connector.p2p import worker
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
+from kvferry.connector.testing.harness import begin_load
 from tests.support.patience import DEADLINE_S
 
 SHAPE = CacheShape()
@@ -46,15 +47,14 @@ def serve(pipe: Connection, shape: CacheShape, spoken: range, options: dict[str,
                     pipe.send(params)
                 case ("load", request_id, num_tokens, params):
                     request = Request(request_id, num_tokens, params)
-                    node.scheduler.on_new_request(request)
-                    node.start_load(request)
+                    node.add(request, computes=False)
                     node.step_until(lambda id=request_id: node.num_reports(id, "recving") > 0)  # type: ignore[misc]
                     pipe.send(node.load_error(request_id))
                 case ("claim", request_id, num_tokens, params):
-                    node.scheduler.on_new_request(Request(request_id, num_tokens, params))
+                    node.add(Request(request_id, num_tokens, params), is_queued=True)
                     pipe.send(None)
                 case "free":
-                    pipe.send((len(node.free_blocks), node.stats.counters))
+                    pipe.send((len(node.pool.free_blocks), node.stats.counters))
                 case "stop":
                     return
 
@@ -140,11 +140,10 @@ class TestAnotherVersion:
         newest = SPOKEN_VERSIONS[-1]
         with child(spoken=range(newest, newest + 2)) as other:
             request = Request("d", 18, other.ask("prefill", "p", 18, 1))
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
+            blocks = begin_load(consumer, request)
             assert wait_for_load(consumer, "d") == ""
             assert torch.equal(consumer.contents(blocks), expected_contents(18, 1))
-            consumer.finish(request, blocks, "stop")
+            consumer.finish(request.request_id, "stop")
             _, params = consumer.prefill("ours", 18, seed=2)
             other.send("load", "theirs", 18, params)
             consumer.step_until(lambda: consumer.num_reports("ours", "sending") > 0, timeout_s=DEADLINE_S)
@@ -154,11 +153,10 @@ class TestAnotherVersion:
         newest = SPOKEN_VERSIONS[-1]
         with child(spoken=range(newest + 2, newest + 3)) as other:
             request = Request("d", 18, other.ask("prefill", "p", 18, 1))
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
+            begin_load(consumer, request)
             assert f"remote {newest + 2} (kvferry" in (error := wait_for_load(consumer, "d"))
             assert "upgrade this node first" in error
-            consumer.finish(request, blocks, "error")
+            consumer.finish(request.request_id, "error")
             _, params = consumer.prefill("ours", 18, seed=2)
             assert "upgrade the peer first" in other.ask("load", "theirs", 18, params)
 
@@ -171,34 +169,32 @@ class TestKilledProducer:
         with child() as producer:
             params = producer.ask("prefill", "p1", 18, 1)
             request = Request("d1", 18, params)
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
+            blocks = begin_load(consumer, request)
             assert wait_for_load(consumer, "d1") == ""
             assert torch.equal(consumer.contents(blocks), expected_contents(18, 1))
             assert consumer.stats.transfers[0].mechanism == "mapped"
-            consumer.finish(request, blocks, "stop")
+            consumer.finish(request.request_id, "stop")
 
             params = producer.ask("prefill", "p2", 18, 2)
             producer.kill()
             request = Request("d2", 18, params)
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
+            blocks = begin_load(consumer, request)
             assert wait_for_load(consumer, "d2") != ""
             assert consumer.invalid_block_ids == set(blocks)
-            consumer.finish(request, blocks, "error")
+            consumer.finish(request.request_id, "error")
             assert_whole(consumer)
 
     @pytest.mark.full
     def test_between_grant_and_read(self, consumer: ModelFreeNode) -> None:
         with child() as producer:
             request = Request("d", 18, producer.ask("prefill", "p", 18, 3))
-            consumer.scheduler.on_new_request(request)
+            consumer.add(request, is_queued=True, computes=False)
             consumer.step()
             consumer.step_until(lambda: producer.ask("free")[0] < SHAPE.num_blocks - 1)
             producer.kill()
-            blocks, _ = consumer.start_load(request)
+            consumer.start("d")
             assert wait_for_load(consumer, "d") != ""
-            consumer.finish(request, blocks, "error")
+            consumer.finish(request.request_id, "error")
             assert_whole(consumer)
 
     def test_while_reading(self) -> None:
@@ -209,9 +205,7 @@ class TestKilledProducer:
             child(BIG) as producer,
         ):
             request = Request("d", num_tokens, producer.ask("prefill", "p", num_tokens, 4))
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
-            consumer.step()
+            blocks = begin_load(consumer, request)
             producer.kill()
             error = wait_for_load(consumer, "d")
             # The read may end before the kill. The load must fail with invalid blocks, or succeed with right bytes.
@@ -219,7 +213,7 @@ class TestKilledProducer:
                 assert consumer.invalid_block_ids == set(blocks)
             else:
                 assert torch.equal(consumer.contents(blocks), expected)
-            consumer.finish(request, blocks, "stop")
+            consumer.finish(request.request_id, "stop")
             assert_whole(consumer)
 
     @pytest.mark.full
@@ -235,8 +229,7 @@ class TestKilledProducer:
             repeated = {**stale, "remote_lease": fresh["remote_lease"]}
             for request_id, params in (("stale", stale), ("repeated", repeated), ("fresh", fresh)):
                 request = Request(request_id, 18, params)
-                consumer.scheduler.on_new_request(request)
-                blocks, _ = consumer.start_load(request)
+                blocks = begin_load(consumer, request)
                 error = wait_for_load(consumer, request_id)
                 assert (error == "") == (request_id == "fresh")
             assert torch.equal(consumer.contents(blocks), expected_contents(18, 6))
@@ -248,18 +241,17 @@ class TestOtherDeaths:
         """After the grant, a read does not need the producer's engine."""
         with child() as producer:
             request = Request("d", 18, producer.ask("prefill", "p", 18, 7))
-            consumer.scheduler.on_new_request(request)
+            consumer.add(request, is_queued=True, computes=False)
             consumer.step()
             warm = Request("d0", 5, producer.ask("prefill", "p0", 5, 7))
-            consumer.scheduler.on_new_request(warm)
-            consumer.start_load(warm)
+            consumer.add(warm, computes=False)
             assert wait_for_load(consumer, "d0") == ""  # so the earlier claim has been granted
             producer.signal(signal.SIGSTOP)
-            blocks, _ = consumer.start_load(request)
+            consumer.start("d")
             error = wait_for_load(consumer, "d")
             producer.signal(signal.SIGCONT)
             assert error == ""
-            assert torch.equal(consumer.contents(blocks), expected_contents(18, 7))
+            assert torch.equal(consumer.contents(consumer.blocks_of("d")), expected_contents(18, 7))
 
     def test_a_killed_consumer_frees_the_producer_at_once(self) -> None:
         with ModelFreeNode(engine_config("shm", block_size=SHAPE.block_size), SHAPE) as producer:
@@ -281,8 +273,7 @@ class TestOtherDeaths:
         config = engine_config("shm", block_size=SHAPE.block_size)
         with ModelFreeNode(config, foreign) as consumer, child(foreign) as producer:
             request = Request("d", 18, producer.ask("prefill", "p", 18, 8))
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
+            blocks = begin_load(consumer, request)
             assert wait_for_load(consumer, "d") == ""
             assert torch.equal(consumer.contents(blocks), expected_contents(18, 8, foreign))
             assert consumer.stats.transfers[0].mechanism == "process_vm_readv"

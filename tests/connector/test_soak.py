@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ class Waiting:
     node: ModelFreeNode
     request: Request
     expected: torch.Tensor
-    blocks: list[int] = field(default_factory=list)
+    has_begun: bool = False
 
 
 class Soak:
@@ -53,24 +53,25 @@ class Soak:
         for waiting in self.waiting.copy():
             self.end(waiting, "abort")
         for node in self.nodes:
-            node.step_until(lambda node=node: not node.held, *self.nodes)  # type: ignore[misc]
+            node.step_until(lambda node=node: not node.is_busy, *self.nodes)  # type: ignore[misc]
             node.step()
 
     def arrive(self) -> None:
         producer, consumer = self.random.sample(self.nodes, 2)
         num_tokens = self.random.randint(2, 30)
-        if len(producer.free_blocks) < 10:
+        if len(producer.pool.free_blocks) < 10:
             return
         self.num_requests += 1
         offered, params = producer.prefill(f"p{self.num_requests}", num_tokens, seed=self.num_requests)
         request = Request(f"d{self.num_requests}", num_tokens, params)
-        consumer.scheduler.on_new_request(request)
+        consumer.add(request, is_queued=True, computes=False)
         self.waiting.append(Waiting(consumer, request, producer.contents(offered)))
 
     def start(self) -> None:
-        queued = [waiting for waiting in self.waiting if not waiting.blocks]
-        if queued and len((waiting := self.random.choice(queued)).node.free_blocks) >= 10:
-            waiting.blocks, _ = waiting.node.start_load(waiting.request)
+        queued = [waiting for waiting in self.waiting if not waiting.has_begun]
+        if queued and len((waiting := self.random.choice(queued)).node.pool.free_blocks) >= 10:
+            waiting.has_begun = True
+            waiting.node.start(waiting.request.request_id)
 
     def abort(self) -> None:
         if self.waiting and self.random.random() < 0.3:
@@ -78,9 +79,9 @@ class Soak:
 
     def step(self) -> None:
         for node in self.random.sample(self.nodes, len(self.nodes)):
-            before = set(node.free_blocks)
+            before = set(node.pool.free_blocks)
             output = node.step()
-            node.fill(sorted(set(node.free_blocks) - before), seed=0)  # as another request would
+            node.pool.fill(sorted(set(node.pool.free_blocks) - before), seed=0)  # as another request would
             for waiting in [w for w in self.waiting if w.request.request_id in output.finished_recving]:
                 self.check(waiting, output.load_errors)
 
@@ -88,19 +89,14 @@ class Soak:
         if waiting.request.request_id in errors:
             self.num_failed += 1
         else:
-            assert torch.equal(waiting.node.contents(waiting.blocks), waiting.expected)
+            blocks = waiting.node.blocks_of(waiting.request.request_id)
+            assert torch.equal(waiting.node.contents(blocks), waiting.expected)
             self.num_loaded += 1
         self.end(waiting, "stop")
 
     def end(self, waiting: Waiting, reason: str) -> None:
-        node, request_id = waiting.node, waiting.request.request_id
         self.waiting.remove(waiting)
-        if reason == "abort" and waiting.blocks:
-            waiting.node.scheduler.request_finished(waiting.request, [waiting.blocks])
-            node.step_until(lambda: node.num_reports(request_id, "recving") > 0, *self.nodes)
-            node.free_blocks += waiting.blocks
-        else:
-            node.finish(waiting.request, waiting.blocks, reason)
+        waiting.node.finish(waiting.request.request_id, reason)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -111,7 +107,7 @@ def test_no_byte_is_wrong_and_nothing_leaks(connector: str, seed: int) -> None:
         soak.run(num_turns=300, num_loads=30)
         assert soak.num_loaded >= 30
         for node in soak.nodes:
-            assert sorted(node.free_blocks) == list(range(1, SHAPE.num_blocks))
+            assert sorted(node.pool.free_blocks) == list(range(1, SHAPE.num_blocks))
             for output in node.outputs:
                 for request_id in output.finished_recving:
                     assert node.num_reports(request_id, "recving") == 1

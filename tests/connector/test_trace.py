@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from kvferry.connector.handoff.events import Send
-from kvferry.connector.handoff.messages import PROTOCOL_VERSION, Claim, Grant, Parked, encode
+from kvferry.connector.handoff.messages import Claim, Grant, Parked
 from kvferry.connector.p2p.orders import Announcement, RequestOrders
 from kvferry.connector.p2p.trace import HandoffTrace
 from kvferry.connector.spans import SpanRecord
@@ -76,7 +76,7 @@ def test_a_claim_that_comes_before_its_request_is_a_span_of_the_request() -> Non
     """In a rendezvous the decode node may be faster, and then its claim names what the prefill node does not know yet."""
     kept: list[SpanRecord] = []
     trace, name = HandoffTrace(kept.append, rank=0), "5" * 32
-    trace.received(encode(Claim(name, 7, rank=1, num_ranks=2, rendezvous=True)), PROTOCOL_VERSION)
+    trace.received(Claim(name, 7, rank=1, num_ranks=2, rendezvous=True))
     trace.performed(Send(0, Parked(name, 7)))
     trace.ordered(RequestOrders("p", announcement=Announcement(7, name)))
     trace.performed(Send(0, Grant(name, 7, guard_index=0, num_tokens=18, num_ready=9, block_ids=((1,),))))

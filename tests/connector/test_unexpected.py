@@ -22,6 +22,7 @@ from kvferry.connector.p2p import loop, worker
 from kvferry.connector.p2p.computed import Mark
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
+from kvferry.connector.testing.harness import begin_load
 from kvferry.transports.outside import bug_log, log_traceback
 
 pytestmark = pytest.mark.usefixtures("short_backoffs")
@@ -75,11 +76,12 @@ def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
         producer.step()  # so that each request's orders come in a separate step
         expected.append(producer.contents(offered))
         requests.append(Request(f"{name}-d{number}", 9 + number, params))
-        consumer.scheduler.on_new_request(requests[-1])
+        consumer.add(requests[-1], is_queued=True, computes=False)
         consumer.step()
     for (consumer, _), request in zip(pairs, requests, strict=True):
-        tables.append(consumer.start_load(request)[0])
+        consumer.start(request.request_id)
         consumer.step()
+        tables.append(consumer.blocks_of(request.request_id))
     for (consumer, _), request in zip(pairs, requests, strict=True):
         consumer.step_until(
             lambda consumer=consumer, request=request: (
@@ -94,7 +96,7 @@ def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
             assert set(table) <= consumer.invalid_block_ids
         else:
             assert torch.equal(consumer.contents(table), right)
-        consumer.finish(request, table, "stop")
+        consumer.finish(request.request_id, "stop")
     for node in nodes.values():
         node.step_until(lambda node=node: not node.held, *nodes.values())  # type: ignore[misc]
     for (consumer, _), request in zip(pairs, requests, strict=True):
@@ -268,10 +270,9 @@ class TestTheThreadEnds:
         _, params = producer.prefill("p", 9)
         producer.step()
         request = Request("d", 9, params)
-        consumer.scheduler.on_new_request(request)
-        table, _ = consumer.start_load(request)
+        table = begin_load(consumer, request)
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
-        consumer.finish(request, table, "error" if consumer.load_error("d") else "stop")
+        consumer.finish(request.request_id, "error" if consumer.load_error("d") else "stop")
         return table
 
     def test_if_waiting_for_events_always_raises(self) -> None:

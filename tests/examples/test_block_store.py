@@ -99,7 +99,7 @@ def test_blocks_of_an_aborted_load_are_held_until_the_thread_is_done(
             first.add(Request("b", 18))
             first.step()
             assert loads.wait(DEADLINE_S)
-            first.abort("b")
+            first.finish("b")
             for _ in range(STEPS):
                 first.step()
             assert first.is_busy
@@ -107,7 +107,7 @@ def test_blocks_of_an_aborted_load_are_held_until_the_thread_is_done(
         first.step_until(lambda: not first.is_busy)
         assert first.num_reports("b", "recving") == 1
         assert first.num_reports("b", "sending") == 0
-        assert sorted(first.free_blocks) == list(range(1, SHAPE.num_blocks))
+        assert sorted(first.pool.free_blocks) == list(range(1, SHAPE.num_blocks))
 
 
 def test_a_load_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.connector.testing.harness import begin_load
 
 #: 32 usable blocks of 1 MiB.
 SHAPE = CacheShape(num_layers=4, num_blocks=33, block_size=16, num_kv_heads=32, head_size=64)
@@ -24,7 +25,7 @@ class Program:
 
     def __init__(self, node: ModelFreeNode) -> None:
         self._node = node
-        self._loads: dict[str, tuple[Request, list[int]]] = {}
+        self._loads: dict[str, list[int]] = {}
 
     def prefill(self, request_id: str, num_tokens: int) -> tuple[dict[str, Any] | None, str]:
         """Offer a prompt. Returns the params for the consumer and a digest of the blocks."""
@@ -34,23 +35,21 @@ class Program:
     def load(self, request_id: str, num_tokens: int, params: dict[str, Any]) -> None:
         """Order the load of an offer."""
         request = Request(request_id, num_tokens, params)
-        self._node.scheduler.on_new_request(request)
-        blocks, _ = self._node.start_load(request)
-        self._loads[request_id] = request, blocks
+        self._loads[request_id] = begin_load(self._node, request)
 
     def result(self, request_id: str) -> tuple[int, str, str]:
         """Return how often the load was reported, why it failed, and a digest of the blocks."""
-        node, (_, blocks) = self._node, self._loads[request_id]
+        node, blocks = self._node, self._loads[request_id]
         return node.num_reports(request_id, "recving"), node.load_error(request_id), self._digest(blocks)
 
     def finish(self, request_id: str) -> None:
         """End a request whose load was reported."""
-        request, blocks = self._loads.pop(request_id)
-        self._node.finish(request, blocks, "stop")
+        del self._loads[request_id]
+        self._node.finish(request_id, "stop")
 
     def num_free(self) -> int:
         """Return the number of free blocks."""
-        return len(set(self._node.free_blocks))
+        return len(set(self._node.pool.free_blocks))
 
     def routes(self) -> list[tuple[str, str]]:
         """Return the transport of each transfer into this node, and why it was chosen."""

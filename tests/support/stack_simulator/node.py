@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.connector.p2p.loop import _Driver
+from kvferry.connector.p2p.loop import HandoffDriver
 from kvferry.connector.p2p.orders import HandoffMetadata, WorkerAddress
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.p2p.params import CONTINUES, MOVE, MOVE_AS, MOVED
@@ -37,11 +37,8 @@ from kvferry.lab.engine.types import FinishReason, GenerationRequest, SamplingPa
 from kvferry.router.beginnings import Abilities
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
-from kvferry.transports.outside import bug_log
 
 from .network import Clock, Guards, Network, SimulatedEndpoint, require
-
-logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
 NUM_GROUPS = 2
@@ -227,15 +224,12 @@ class SimulatedNode:
             parts.producer(identity, shape.handoff, shape.num_guards), parts.consumer(identity, shape.handoff)
         )
         self.outcomes = parts.outcomes("sim", "uniform")
-        self.driver = _Driver(
-            self.guards, self.endpoint, self.handoffs, self.outcomes, address, bug_log(logger), None
-        )
+        place = WorkerAddress(address, epoch, 0)
+        transport: Any = SimpleNamespace(guards=self.guards)
+        self.driver = HandoffDriver(transport, self.endpoint, self.handoffs, self.outcomes, identity, place)
         self._driver_due = float("inf")
-        self._num_submitted = 0
-        self._orders: list[tuple[int, HandoffMetadata]] = []
-        self._retractions: list[set[str]] = []
         self.half = parts.half(transfer, pool)
-        self.half.set_handshake_metadata({0: WorkerAddress(address, epoch, 0)})
+        self.half.set_handshake_metadata({0: place})
         self.place = self.half.describe()
         self.manager = parts.manager(pool, config.model.max_model_len)
         self.scheduler = parts.scheduler(config, self.manager, self.half)
@@ -251,6 +245,7 @@ class SimulatedNode:
     def _watch_ends(self) -> None:
         """Count how offers and loads end, and let the engine's thread know at once."""
         offer_ended, load_ended = self.outcomes.offer_ended, self.outcomes.load_ended
+        take_open = self.outcomes.take_open
 
         def note_offer(ended: OfferEnded) -> None:
             self.counts[f"offers {ended.outcome}"] += 1
@@ -262,6 +257,7 @@ class SimulatedNode:
             load_ended(ended, now)
             self._wake()
 
+        self.outcomes.take_open = lambda request_ids: _Sorted(take_open(request_ids))  # type: ignore[method-assign]
         self.outcomes.offer_ended = note_offer  # type: ignore[method-assign]
         self.outcomes.load_ended = note_load  # type: ignore[method-assign]
 
@@ -276,18 +272,11 @@ class SimulatedNode:
         if self.is_dead or due != self._driver_due:
             return
         self._driver_due = float("inf")
-        self.driver.run_once(0.0, self._carry_out)
+        self.driver.run_once(0.0)
         deadline = self.handoffs.next_deadline()
         if deadline < self._driver_due:
             self._driver_due = max(deadline, self.clock.now + 1e-6)
             self.clock.after(self._driver_due - self.clock.now, self._drive, self._driver_due)
-
-    def _carry_out(self) -> None:
-        while self._retractions:
-            self.driver.abort(sorted(self._retractions.pop(0)))
-        while self._orders:
-            number, orders = self._orders.pop(0)
-            self.driver.carry_out(orders, number)
 
     # -- what the server hands to the engine's thread ----------------------------------------------------
 
@@ -386,21 +375,13 @@ class SimulatedNode:
         self.clock.after(line if plan.scheduled_requests else _EMPTY_STEP_S, self._end_step, plan)
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Do what the worker half does before a step, as `HandoffWorker` and `HandoffLoop` do."""
+        """Do what the worker half does before a step."""
         if plan.preempted_req_ids and self.parts.retracts:
-            taken = self.outcomes.take_open(plan.preempted_req_ids)
-            if taken:
-                self.driver.retract(taken, self._num_submitted)
-                self._retractions.append(taken)
-                self._plan_driver()
+            self.driver.retract(plan.preempted_req_ids)
         self.counts["preemptions"] += len(plan.preempted_req_ids)
         orders = plan.kv_connector_metadata
         if isinstance(orders, HandoffMetadata) and not orders.is_empty():
-            self.outcomes.expect(orders, self.clock.now)
-            self._num_submitted += 1
-            self._orders.append((self._num_submitted, orders))
-            if not orders.only_announces():
-                self._plan_driver()
+            self.driver.submit(orders)
 
     def _write(self, item: ScheduledRequest) -> None:
         """Write the fingerprints of the tokens that a step computes, at its start: a block that is used too early shows."""
@@ -512,7 +493,7 @@ class SimulatedNode:
             "the scheduler half forgets what ended": self.half.num_requests == 0,
             "the producer forgets what ended": not self.handoffs.producer.offers,
             "the consumer forgets what ended": self.handoffs.consumer.num_loads == 0,
-            "each read ends": not self.endpoint.reads and not self.driver.num_reads,
+            "each read ends": not self.endpoint.reads and not self.driver.loads_in_transfer,
             "guards are clear": not any(self.guards.words),
             "no block stays pinned": not self.manager.pinned_request_ids,
             "all blocks are free": self.manager.num_free_blocks == self.shape.num_blocks - 1,
