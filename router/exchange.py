@@ -165,7 +165,7 @@ class AskDecode(Action):
 
 @dataclass(frozen=True, slots=True)
 class AwaitPrefill(Action):
-    """Wait a moment for the end of the request to the prefill node."""
+    """Wait a moment for the end of the request to the prefill node, if it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class EndPrefill(Bookkeeping):
 
 @dataclass(frozen=True, slots=True)
 class EndDecode(Bookkeeping):
-    """End the request to the decode node."""
+    """End the request to the decode node, if it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +312,10 @@ class Exchange:
         self.is_complete = False
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
         self._explain = explain
-        self._prefill_runs = self._decode_runs = False
         self._heard = Heard(self._num_choices)  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
         self._result: Result | None = None  # of the offer; None while it is open
         self._error = ""  # why the load of the offer failed
-        self._after: Beginning | None = None  # that the decode node was asked to go on after
         self._change: Filter = _unchanged
 
     def __repr__(self) -> str:
@@ -368,9 +366,8 @@ class Exchange:
         self.is_alone = False
         if offer is None or decode is None:
             self._move(State.PREFILLING)
-            return self._ask_prefill()
+            return [AskPrefill()]
         self._move(State.RENDEZVOUS)
-        self._prefill_runs = True
         # The prefill node needs its request first.
         ask = AskPrefill(offer.node, {RENDEZVOUS: offer.name})
         return [Opened(offer), ask, self._ask_decode(decode, offer.params, None)]
@@ -382,22 +379,16 @@ class Exchange:
         self._move(State.DECODING if self.beginning is None else State.CONTINUING)
         return [self._ask_decode(node, None, self.beginning)]
 
-    def _ask_prefill(self) -> Actions:
-        self._prefill_runs = True
-        return [AskPrefill()]
-
     def _ask_decode(
         self, node: UpstreamNode, params: Mapping[str, Any] | None, after: Beginning | None
     ) -> AskDecode:
-        self._decode_runs, self._heard = True, Heard(self._num_choices)
-        self.decode, self._after = node, after
+        self.decode, self._heard = node, Heard(self._num_choices)
         return AskDecode(node, params, after)
 
     # -- what comes of a prefill ---------------------------------------------------------------------
 
     def prefill_answered(self, offer: Offer | None) -> Actions:
         """Go on with a prompt that is computed. The offer is None if the node made none."""
-        self._prefill_runs = False
         if self.state is not State.PREFILLING:
             return []  # the decode node was asked before, or nothing needs it any more
         self.offer = offer
@@ -409,7 +400,6 @@ class Exchange:
         Args:
             is_lost: The node was lost while it had the request, which may be why.
         """
-        self._prefill_runs = False
         if self._is_one_too_many(error, is_lost) and self.state in (State.RENDEZVOUS, State.PREFILLING):
             return self._give_up(Note("prefill lost", error))
         if self.state is State.RENDEZVOUS:
@@ -421,12 +411,11 @@ class Exchange:
             return self._again(Note("prefill lost", error))
         if self.state is not State.PREFILLING:
             return [Note("prefill lost late", error)]
-        return [Note("prefill lost", error), *self._ask_prefill()]
+        return [Note("prefill lost", error), AskPrefill()]
 
     def prefill_refused(self, error: ApiError) -> Actions:
         """End with a prefill node's refusal, which no other node would answer otherwise."""
         if self.state in (State.RENDEZVOUS, State.PREFILLING):
-            self._prefill_runs = False
             return self._fail(error)
         return self.prefill_lost(error)
 
@@ -434,7 +423,6 @@ class Exchange:
         """Let a decode node compute the prompt, or end."""
         if self.state is not State.PREFILLING:
             return self.prefill_lost(error)
-        self._prefill_runs = False
         if not may_decode_alone:
             return self._fail(self._in_the_middle(error))
         self.is_alone = True
@@ -460,7 +448,6 @@ class Exchange:
         Args:
             is_lost: As of `prefill_lost`.
         """
-        self._decode_runs = False
         if self._is_one_too_many(error, is_lost):
             return self._give_up(Note("decode lost", error))
         return self._again(Note("decode lost", error))
@@ -653,10 +640,8 @@ class Exchange:
 
     def _end(self, last: Action) -> Actions:
         """End well. The prefill node of a rendezvous may need a moment longer."""
-        patience: Actions = [AwaitPrefill(), EndPrefill()] if self._prefill_runs else []
-        self._prefill_runs = self._decode_runs = False
         self._move(State.ENDED)
-        return [*self._close(), EndDecode(), last, *patience]
+        return [*self._close(), EndDecode(), last, AwaitPrefill(), EndPrefill()]
 
     def _again(self, note: Note) -> Actions:
         actions = self._drop()
@@ -665,10 +650,7 @@ class Exchange:
 
     def _drop(self) -> Actions:
         """End both requests, and release the offer if no decode node has answered."""
-        ends: Actions = [EndPrefill()] if self._prefill_runs else []
-        ends += [EndDecode()] if self._decode_runs else []
-        self._prefill_runs = self._decode_runs = False
-        return [*ends, *self._settle("unanswered"), *self._close()]
+        return [EndPrefill(), EndDecode(), *self._settle("unanswered"), *self._close()]
 
     # -- the offer -----------------------------------------------------------------------------------
 
@@ -679,8 +661,7 @@ class Exchange:
         actions: Actions = [Settled(self.offer, self.decode, result)]
         if result in ("failed", "unanswered"):
             return [*actions, *self._release(self.offer)]
-        if result == "none" and self._prefill_runs:
-            self._prefill_runs = False
+        if result == "none":
             # The decode node had the prompt, so nothing needs the rest of the prefill.
             actions.append(EndPrefill())
         return actions
@@ -688,9 +669,7 @@ class Exchange:
     def _release(self, offer: Offer) -> Actions:
         # End a prefill that still runs before the release, because a producer may treat the release of an unfinished offer as an
         # abort of its request.
-        ends: Actions = [EndPrefill()] if self._prefill_runs else []
-        self._prefill_runs = False
-        return [*ends, Release(offer)]
+        return [EndPrefill(), Release(offer)]
 
     def _close(self) -> Actions:
         """Report a load that failed; by now its reason is known, if the node has given one."""
@@ -723,7 +702,7 @@ class Exchange:
     @property
     def _goes_on(self) -> bool:
         """Whether the present node was asked to go on with what the client has."""
-        return self._after is not None
+        return self.state is State.CONTINUING
 
     # -- the client ----------------------------------------------------------------------------------
 
