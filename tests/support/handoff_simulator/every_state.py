@@ -380,7 +380,7 @@ _IGNORED = frozenset(
 #: Types whose values stand for themselves.
 _PLAIN = frozenset({str, bytes, bool, type(None)})
 #: Numbers of seconds that are no points in time.
-_DURATIONS = frozenset({"_lease_s", "timeout_s"})
+_DURATIONS = frozenset({"timeout_s"})
 
 
 class _Walk:
