@@ -161,9 +161,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 tuple(islice(tokens, item.yields_token)) for item in plan.scheduled_requests
             ),
             kv_connector_output=report,
-            # Stages before the last one yield nothing.
-            top_logits={name: top for name, top in zip(yielding, forwarded.top_logits, strict=False) if top},
-            logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=False) if some},
+            top_logits={name: top for name, top in zip(yielding, forwarded.top_logits, strict=True) if top},
+            logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=True) if some},
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
@@ -174,20 +173,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs) -> _Forwarded:
-        """Run the model on the step's tokens, and choose the next token of each request that has one.
-
-        Stages before the last one pass their hidden states on, and return nothing.
-        """
-        is_last = self.config.parallel.is_last_stage
-        wanted = inputs.logits_indices
+        """Run the model on the step's tokens, and choose the next token of each request that has one."""
         result = self._model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=wanted if is_last else wanted[:0],
+            logits_to_keep=inputs.logits_indices,
         )
-        if not is_last:
-            return _Forwarded()
         if not inputs.samplers:
             return _Forwarded()
         logits = result.logits[0]
