@@ -27,9 +27,6 @@ _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "top_p": (_NUMBER, 1.0, "sample from the likeliest tokens that together reach this probability, above 0 to 1"),
     "seed": (_INTEGER, None, "the same seed gives the same answer"),
     "stop": ({"oneOf": [_TEXT, _TEXTS]}, None, "the answer ends before the first of these texts, at most 16"),
-    "presence_penalty": (_NUMBER, 0.0, "subtracted from the logits of the answer's tokens, -2 to 2"),
-    "frequency_penalty": (_NUMBER, 0.0, "subtracted from them once per occurrence, -2 to 2"),
-    "repetition_penalty": (_NUMBER, 1.0, "weakens the tokens of prompt and answer if above 1, above 0 to 100"),
     "ignore_eos": (_FLAG, False, "continue past the model's end token"),
     "stream": (_FLAG, False, "answer as server-sent events"),
     "stream_options": (

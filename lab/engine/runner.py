@@ -22,7 +22,7 @@ from ...transports.errors import ConfigurationError
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .errors import StepFailedError, reason_of
-from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
+from .sampling import logprobs_of, same_numbers_after_failure, sample, top_logits
 from .settings import Layout
 from .step import StepPlan
 from .types import Logprobs
@@ -183,7 +183,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if not inputs.samplers:
             return _Forwarded()
         logits = result.logits[0]
-        tokens = sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
+        tokens = sample(logits, inputs.samplers)
         return _Forwarded(
             tokens,
             top_logits(logits, inputs.samplers),

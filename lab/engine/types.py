@@ -13,7 +13,7 @@ from .errors import InvalidRequestError
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 #: (token id, log probability) of a token, and then of the likeliest tokens in its place, the likeliest first. They are the
-#: model's own: before penalties, temperature and `top_p`.
+#: model's own: before temperature and `top_p`.
 Logprobs = tuple[tuple[int, float], ...]
 #: The most tokens of `Logprobs` after the first one.
 MAX_LOGPROBS = 20
@@ -33,10 +33,6 @@ class SamplingParams:
         num_top_logits: How many of the largest logits for the first token to return, 0 to 20.
         num_logprobs: Return the log probability of each token of the answer, and of this many of the likeliest, 0 to 20.
             None returns none.
-        presence_penalty: Subtracted from the logits of the answer's tokens, -2 to 2.
-        frequency_penalty: Subtracted from them once per occurrence, -2 to 2.
-        repetition_penalty: Positive logits of the prompt's and the answer's tokens are divided by it, and others
-            multiplied, above 0. 1 changes nothing.
 
     Raises:
         InvalidRequestError: a value is outside its range; `param` names it.
@@ -50,9 +46,6 @@ class SamplingParams:
     ignore_eos: bool = False
     num_top_logits: int = 0
     num_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -61,18 +54,8 @@ class SamplingParams:
         _require(0 <= self.num_top_logits <= 20, "return_top_logits", self.num_top_logits, "between 0 and 20")
         number, allowed = self.num_logprobs, f"between 0 and {MAX_LOGPROBS}"
         _require(number is None or 0 <= number <= MAX_LOGPROBS, "logprobs", number, allowed)
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            _require(-2.0 <= penalty <= 2.0, name, penalty, "between -2 and 2")
-        repetition = self.repetition_penalty
-        _require(0.0 < repetition <= 100.0, "repetition_penalty", repetition, "above 0 and at most 100")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
         _require(self.seed is None or abs(self.seed) < 1 << 63, "seed", self.seed, "64 bits")
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a token's logit depends on the tokens before it in other ways than by the model."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "min_p": (0,),
     "typical_p": (1,),
     "length_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
     "min_tokens": (0,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
@@ -193,9 +196,6 @@ def _client_request(
         ignore_eos=fields.boolean("ignore_eos", False),
         num_top_logits=fields.integer("return_top_logits", 0),
         num_logprobs=num_logprobs,
-        presence_penalty=fields.number("presence_penalty", 0.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0),
     )
     if kv_transfer_params and len(prompts) > 1:
         raise bad_request(

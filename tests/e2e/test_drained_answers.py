@@ -33,7 +33,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0, "stream_options": {"include_usage": True}},
     {"temperature": 0, "return_token_ids": True},
-    {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9},
 )
 STOPPED, LOST = "kvferry_router_stopped_answers_total", "kvferry_router_moved_answers_total"
 

@@ -1,4 +1,4 @@
-"""Log probabilities of answers, and penalties: they are what the model's own logits give."""
+"""Log probabilities of answers: they are what the model's own logits give."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.lab.engine.sampling import History, TokenSampler, penalized
-from kvferry.lab.engine.types import SamplingParams
 from kvferry.lab.engine.weights import load_model
 
 PROMPT = [(7919 * index) % 251 for index in range(70)]
@@ -37,21 +35,3 @@ def test_logprobs_of_an_answer_are_the_models(make_node: Any, tiny_model: Any) -
         assert [entry[0][1] for entry in of_answer] == pytest.approx(wanted, abs=1e-3)
         assert all(len(entry) == 3 for entry in of_answer)
         assert not any(output.logprobs for output in node.outputs[f"{name}/silent"])
-
-
-def test_penalties_change_the_logits_of_tokens_that_were_there() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
-    history = History(torch.tensor([0, 1, 2, 2]), num_prompt_tokens=2)
-    params = SamplingParams(presence_penalty=0.25, frequency_penalty=0.5, repetition_penalty=2.0)
-    samplers = [TokenSampler(params), TokenSampler(SamplingParams())]
-    changed = penalized(logits, samplers, [history, history])
-    assert changed.tolist() == [[1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, 0.5], logits[1].tolist()]
-    assert logits[0, 0] == 2.0
-    assert penalized(logits, samplers[1:] * 2, [history, history]) is logits
-
-
-def test_a_penalised_answer_does_not_repeat_itself(make_node: Any) -> None:
-    node = make_node()
-    plain = node.answer(PROMPT[:8], max_tokens=40)
-    penalised = node.answer(PROMPT[:8], max_tokens=40, presence_penalty=2.0, frequency_penalty=2.0)
-    assert len(set(penalised)) > len(set(plain))
