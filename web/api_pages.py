@@ -34,8 +34,8 @@ _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
         None,
         "include_usage: a last event has the token counts",
     ),
-    "return_token_ids": (_FLAG, False, "choices have token_ids"),
-    "return_top_logits": (_INTEGER, 0, "the largest logits for the first token, 0 to 20; not in streams"),
+    "return_token_ids": (_FLAG, False, "choices have token_ids, and those of whole answers prompt_token_ids"),
+    "return_tokens_as_token_ids": (_FLAG, False, "log probabilities call each token token_id:N"),
     "cache_salt": ({**_TEXT, "minLength": 1}, None, "share cached prompts only with requests that have the same salt"),
     "kv_transfer_params": ({"type": "object"}, None, "what a router carries between two nodes; not for clients"),
 }  # fmt: skip

@@ -35,7 +35,7 @@ from .report import (
     write_json,
 )
 from .vllm_router import start_vllm_router
-from .vllm_server import ask_pair, ask_vllm_alone, start_vllm
+from .vllm_server import ask_pair, start_vllm
 
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0
@@ -194,7 +194,7 @@ def _compare(
             prompt,
             answer.token_ids,
             reference.token_ids,
-            ask_vllm_alone(single.port) if options.engine == "vllm" else ask_alone(single.port),
+            ask_alone(single.port),
             tolerance=tolerance_of(options.dtype, options.device),
         )
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 import torch
 
@@ -86,25 +85,6 @@ def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
         rows = torch.tensor(random_rows, device=logits.device)
         tokens[rows] = _sample_random(logits[rows].float(), [samplers[row] for row in random_rows])
     return [int(token) for token in tokens.tolist()]
-
-
-def top_logits(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[tuple[tuple[int, float], ...]]:
-    """Return the largest logits of each row whose request asked for them.
-
-    Args:
-        logits: `(num_requests, vocab_size)`.
-        samplers: One per row.
-
-    Returns:
-        For each row (token id, logit), the largest first; empty if the request did not ask. Among equal logits, the
-        token that `sample` takes comes first.
-    """
-    found: list[tuple[tuple[int, float], ...]] = []
-    for row, sampler in zip(logits, samplers, strict=True):
-        largest = row.float().sort(descending=True, stable=True) if sampler.params.num_top_logits else None
-        pairs = () if largest is None else zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
-        found.append(tuple(islice(pairs, sampler.params.num_top_logits)))
-    return found
 
 
 def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> torch.Tensor:

@@ -50,6 +50,7 @@ CONSTRAINTS: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "logit_bias": {"1": 5},
     "prompt_logprobs": 0,
+    "return_top_logits": 2,
     "echo": True,
     "prompt_items": [{"offset": 1}],
     "temprature": 0.5,

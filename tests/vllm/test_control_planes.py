@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from kvferry.lab.demo.client import ask_alone
 from kvferry.lab.demo.launcher import LaunchedProcess, Launcher
 from kvferry.lab.demo.near_tie import assert_same_answer
 from kvferry.lab.demo.vllm_router import find_program, start_vllm_router
-from kvferry.lab.demo.vllm_server import KVFERRY, ask_vllm_alone, start_vllm
+from kvferry.lab.demo.vllm_server import KVFERRY, start_vllm
 from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar
 from tests.support.vllm_servers import LOADS, Server, logprobs_of
 
@@ -57,7 +58,7 @@ class Pair:
             prompt,
             found["token_ids"],
             expected["token_ids"],
-            ask_vllm_alone(self.decode.port, **alone),
+            ask_alone(self.decode.port, **alone),
             logprobs=logprobs_of(found),
             expected_logprobs=logprobs_of(expected),
         )

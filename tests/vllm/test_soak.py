@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.lab.demo.client import ask_alone
 from kvferry.lab.demo.launcher import run_program
-from kvferry.lab.demo.vllm_server import KVFERRY, ask_vllm_alone
+from kvferry.lab.demo.vllm_server import KVFERRY
 from tests.support.chaos.fleet import TIMING, Fleet
 from tests.support.chaos.sampling import num_loads, read
 from tests.support.chaos.services import reserved_port
@@ -90,6 +91,6 @@ def fleet(model, single, tmp_path):
 
 def test_random_faults(fleet, single, tmp_path):
     samples = Path(os.environ.get("SOAK_SAMPLES", tmp_path / "samples.jsonl"))
-    engine = Engine(Client(single.process), ask_vllm_alone(single.process.port, ignore_eos=True), hands_over)
+    engine = Engine(Client(single.process), ask_alone(single.process.port, ignore_eos=True), hands_over)
     print(Soak(fleet, engine, SEED, SECONDS, samples, GAP_S).run())
     print(f"at least {num_loads(read(samples)):6} loads")
