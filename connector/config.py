@@ -178,11 +178,6 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the model's last layers."""
-        return self.pipeline_parallel_rank == self.pipeline_parallel_size - 1
-
-    @property
     def rank(self) -> int:
         """This rank's number in the node: stage by stage, in each stage by tensor-parallel rank."""
         return self.pipeline_parallel_rank * self.tensor_parallel_size + self.tensor_parallel_rank

@@ -115,7 +115,7 @@ _OF_REFERENCE: Mapping[str, tuple[object, ...]] = {
 
 def _asks_for_scores(body: Mapping[str, Any]) -> bool:
     scores = body.get("logprobs")  # 0 asks for the token's own
-    return (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
+    return scores is not None and scores is not False
 
 
 def _is_nothing(value: object) -> bool:

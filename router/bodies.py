@@ -31,7 +31,7 @@ _ONLY_FOR_SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
         *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
         *("stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("logprobs", "top_logprobs", "prompt_logprobs", "return_top_logits", "return_token_ids"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("guided_decoding_backend", "guided_whitespace_pattern"),
     }

@@ -15,8 +15,6 @@ class ModelRunnerOutput:
     Attributes:
         req_ids: The requests that ran.
         sampled_token_ids: For each of them, its new tokens; empty until its whole prompt is computed.
-        top_logits: For each request that asked for it, the largest logits for its newest token as (token id, logit), the
-            largest first.
         logprobs: For each request that asked for it, (token id, log probability) of its newest token, and then of the
             likeliest tokens in its place, the likeliest first.
         kv_connector_output: The connector's report, or None if it has nothing to report.
@@ -25,7 +23,6 @@ class ModelRunnerOutput:
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[tuple[int, ...], ...] = ()
     kv_connector_output: KVConnectorOutput | None = None
-    top_logits: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     logprobs: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
 

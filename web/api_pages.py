@@ -27,9 +27,6 @@ _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "top_p": (_NUMBER, 1.0, "sample from the likeliest tokens that together reach this probability, above 0 to 1"),
     "seed": (_INTEGER, None, "the same seed gives the same answer"),
     "stop": ({"oneOf": [_TEXT, _TEXTS]}, None, "the answer ends before the first of these texts, at most 16"),
-    "presence_penalty": (_NUMBER, 0.0, "subtracted from the logits of the answer's tokens, -2 to 2"),
-    "frequency_penalty": (_NUMBER, 0.0, "subtracted from them once per occurrence, -2 to 2"),
-    "repetition_penalty": (_NUMBER, 1.0, "weakens the tokens of prompt and answer if above 1, above 0 to 100"),
     "ignore_eos": (_FLAG, False, "continue past the model's end token"),
     "stream": (_FLAG, False, "answer as server-sent events"),
     "stream_options": (
@@ -37,8 +34,8 @@ _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
         None,
         "include_usage: a last event has the token counts",
     ),
-    "return_token_ids": (_FLAG, False, "choices have token_ids"),
-    "return_top_logits": (_INTEGER, 0, "the largest logits for the first token, 0 to 20; not in streams"),
+    "return_token_ids": (_FLAG, False, "choices have token_ids, and those of whole answers prompt_token_ids"),
+    "return_tokens_as_token_ids": (_FLAG, False, "log probabilities call each token token_id:N"),
     "cache_salt": ({**_TEXT, "minLength": 1}, None, "share cached prompts only with requests that have the same salt"),
     "kv_transfer_params": ({"type": "object"}, None, "what a router carries between two nodes; not for clients"),
 }  # fmt: skip

@@ -68,10 +68,7 @@ NODE_OPTIONS = (
 #: Options of every node that `vllm serve` has as well, and that the demo passes on to it.
 VLLM_OPTIONS = ("max-num-batched-tokens",)
 #: Options that one node of the pair can have for itself.
-OWN_OPTIONS = (
-    *("tensor-parallel-size", "pipeline-parallel-size"),
-    *("layout", "page-order", "block-size"),
-)
+OWN_OPTIONS = ("tensor-parallel-size", "layout", "page-order", "block-size")
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,9 @@ def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> Any:
 
 
 def ask_alone(port: int, **fields: Any) -> AskAlone:
-    """Return a function that asks a single node on this host for its answer, its top logits and its log probabilities.
+    """Return a function that asks a single node or `vllm serve` on this host for its answer and its log probabilities.
 
-    It is for `near_tie.compare`.
+    It is for `near_tie.compare`. Log probabilities differ by as much as logits.
 
     Args:
         fields: Further fields of the body of every request.
@@ -138,11 +138,16 @@ def ask_alone(port: int, **fields: Any) -> AskAlone:
 
     def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
         asked = prompt if isinstance(prompt, str) else list(prompt)
-        body = complete(port, asked, max_tokens=max_tokens, return_top_logits=2, logprobs=0, **fields)
-        choice = body["choices"][0]
-        top_logits = [(int(token), float(logit)) for token, logit in choice["top_logits"]]
-        logprobs = choice["logprobs"]["token_logprobs"]
-        return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits, logprobs)
+        scores = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        (choice,) = complete(port, asked, max_tokens=max_tokens, **scores, **fields)["choices"]
+        likely = choice["logprobs"]["top_logprobs"][0].items()
+        top = sorted(
+            ((int(name.removeprefix("token_id:")), value) for name, value in likely),
+            key=lambda pair: -pair[1],
+        )
+        return Expectation(
+            choice["prompt_token_ids"], choice["token_ids"], top[:2], choice["logprobs"]["token_logprobs"]
+        )
 
     return ask
 

@@ -27,7 +27,8 @@ class Expectation:
     Attributes:
         prompt_token_ids: The prompt's tokens.
         token_ids: Its greedy answer.
-        top_logits: The two largest logits for the answer's first token, as (token id, logit), the largest first.
+        top_logits: The two largest logits for the answer's first token, as (token id, logit), the largest first. Log
+            probabilities will do, because they differ by as much.
         logprobs: The log probability of each token of the answer; empty if they are not known.
     """
 

@@ -34,7 +34,7 @@ from .report import (
     shortened,
     write_json,
 )
-from .vllm_server import ask_pair, ask_vllm_alone
+from .vllm_server import ask_pair
 
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0
@@ -193,7 +193,7 @@ def _compare(
             prompt,
             answer.token_ids,
             reference.token_ids,
-            ask_vllm_alone(single.port) if options.engine == "vllm" else ask_alone(single.port),
+            ask_alone(single.port),
             tolerance=tolerance_of(options.dtype, options.device),
         )
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
 from ..servers import LaunchedProcess
-from .client import Answer, OnText, ask, complete
-from .near_tie import AskAlone, Expectation
+from .client import Answer, OnText, ask
 
 #: A sample of a node's page of metrics: name, labels, value.
 _LOAD_METRIC = re.compile(
@@ -72,22 +71,3 @@ def _figures(added: Mapping[tuple[str, str], float]) -> Mapping[str, Any]:
             "num_regions": int(total("kvferry_load_regions_sum")),
         },
     }
-
-
-def ask_vllm_alone(port: int, **fields: Any) -> AskAlone:
-    """As `client.ask_alone`, for a `vllm serve`. Its log probabilities differ by as much as its logits."""
-
-    def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
-        asked = prompt if isinstance(prompt, str) else list(prompt)
-        scores = {"logprobs": 2, "return_tokens_as_token_ids": True}
-        (choice,) = complete(port, asked, max_tokens=max_tokens, **scores, **fields)["choices"]
-        likely = choice["logprobs"]["top_logprobs"][0].items()
-        top = sorted(
-            ((int(name.removeprefix("token_id:")), value) for name, value in likely),
-            key=lambda pair: -pair[1],
-        )
-        return Expectation(
-            choice["prompt_token_ids"], choice["token_ids"], top[:2], choice["logprobs"]["token_logprobs"]
-        )
-
-    return ask

@@ -11,7 +11,7 @@ from ...connector.p2p.params import MOVED
 from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
 from .errors import InvalidRequestError
 from .request import Request
-from .types import FinishReason, GenerationRequest, NextToken, RequestMetrics, RequestOutput
+from .types import FinishReason, GenerationRequest, RequestMetrics, RequestOutput
 
 
 class Answer:
@@ -102,17 +102,15 @@ class Answer:
         error: str,
         kv_transfer_params: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        source, top_logits = self.request.source, self.request.top_logits
         logprobs = self.request.logprobs if token_ids else ()
         return RequestOutput(
-            source.request_id,
+            self.request.source.request_id,
             token_ids,
             text,
             reason,
             error,
             kv_transfer_params,
             self._metrics(),
-            NextToken(source.prompt_token_ids, top_logits) if top_logits else None,
             (logprobs,) if logprobs else (),
         )
 

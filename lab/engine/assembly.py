@@ -27,7 +27,6 @@ from .executor import Executor, SingleProcessExecutor
 from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
-from .parallel.stages import require_stages
 from .publisher import EventPublisher
 from .request import BlockHasher
 from .scheduler import Scheduler
@@ -78,8 +77,6 @@ def assemble(settings: EngineSettings) -> Parts:
     model = describe_model(model_folder(settings.model))
     if settings.tensor_parallel_size > 1:
         require_divisible(model.text_config, settings.tensor_parallel_size)
-    if settings.pipeline_parallel_size > 1:
-        require_stages(model.text_config, settings.pipeline_parallel_size)
     with ExitStack() as resources:
         config, pool, executor = _start(settings, model, _engine_config(settings, model, dtype), device)
         resources.callback(executor.close)
@@ -114,7 +111,7 @@ def _start(
 ) -> tuple[EngineConfig, KVCacheConfig, Executor]:
     """Plan the pool and load the model, here or in worker processes."""
     may_shorten = settings.max_model_len == 0
-    if settings.num_workers == 1:
+    if settings.tensor_parallel_size == 1:
         dtype = getattr(torch, config.model.dtype)
         # Load the model before the pool is planned, because the weights take memory.
         weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
@@ -139,7 +136,6 @@ def _scheduler_half(
 
 
 def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: torch.dtype) -> EngineConfig:
-    stage_size = settings.tensor_parallel_size
     layers = attention_layers(model.text_config)
     num_kv_heads = {layer.num_kv_heads for layer in layers}
     return EngineConfig(
@@ -147,15 +143,14 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             model=model.text_config.model_type,
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
-            layers=layers_of_rank(layers, stage_size),
+            layers=layers_of_rank(layers, settings.tensor_parallel_size),
             num_kv_heads=num_kv_heads.pop() if len(num_kv_heads) == 1 else 0,
             identity=model.identity,
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
-            # The ranks of a stage share the machine's memory, so each gets an equal part. The stages need no division: each
-            # rank plans the pool of the whole model, and allocates only its stage's part of it.
-            memory_utilization=settings.memory_utilization / stage_size,
+            # The ranks share the machine's memory, so each gets an equal part.
+            memory_utilization=settings.memory_utilization / settings.tensor_parallel_size,
             enable_prefix_caching=settings.enable_prefix_caching,
             hash_seed=settings.hash_seed,
             num_blocks_override=settings.num_blocks,
@@ -165,9 +160,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
         ),
         parallel=ParallelConfig(
-            settings.tensor_parallel_size,
-            pipeline_parallel_size=settings.pipeline_parallel_size,
-            epoch=new_epoch() if settings.num_workers > 1 else 0,
+            settings.tensor_parallel_size, epoch=new_epoch() if settings.tensor_parallel_size > 1 else 0
         ),
         kv_transfer=settings.kv_transfer,
     )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ...runner_mixin.attention.metadata import StepBatch, compute_slot_mapping
-from .sampling import History, TokenSampler
+from .sampling import TokenSampler
 from .step import ScheduledRequest, StepPlan
 
 
@@ -25,7 +25,6 @@ class StepInputs:
         slot_mappings: Per KV cache group, `(num_tokens,)` int64.
         logits_indices: `(num_samples,)` int64: the tokens after which one is sampled.
         samplers: `(num_samples,)`.
-        histories: `(num_samples,)`.
     """
 
     input_ids: torch.Tensor
@@ -35,7 +34,6 @@ class StepInputs:
     slot_mappings: list[torch.Tensor]
     logits_indices: torch.Tensor
     samplers: list[TokenSampler]
-    histories: list[History]
 
 
 class InputBatch:
@@ -92,13 +90,6 @@ class InputBatch:
             ],
             logits_indices=torch.from_numpy(ends[samples]).to(self._device),
             samplers=[self._sampler(plan.scheduled_requests[index]) for index in samples],
-            histories=[
-                History(
-                    torch.from_numpy(self._tokens[rows[index], : self._num_tokens[rows[index]]]),
-                    plan.scheduled_requests[index].request.num_prompt_tokens,
-                )
-                for index in samples
-            ],
         )
 
     def make_dummy_inputs(self, num_tokens: int) -> StepInputs:
@@ -108,7 +99,7 @@ class InputBatch:
         positions = self._to_device([np.arange(num_tokens)])
         slots = [torch.arange(num_tokens, device=self._device) for _ in tables]
         last = torch.tensor([num_tokens - 1], device=self._device)
-        return StepInputs(torch.zeros_like(positions), positions, batch, tables, slots, last, [], [])
+        return StepInputs(torch.zeros_like(positions), positions, batch, tables, slots, last, [])
 
     def _to_device(self, runs: list[npt.NDArray[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(runs)).unsqueeze(0).to(self._device)

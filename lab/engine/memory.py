@@ -60,8 +60,7 @@ def plan_pool(
         longest = max(_SHORTEST_SEQUENCE, estimate_max_model_len(config, specs, available))
         config = replace(config, model=replace(config.model, max_model_len=longest))
     check_enough_kv_cache_memory(config, specs, available)
-    # `unify_kv_cache_configs` can unify the plans of several ranks. Here each rank plans the pool of the whole model and
-    # keeps its part, so there is one plan.
+    # `unify_kv_cache_configs` can unify the plans of several ranks. Here all ranks have the same plan.
     (pool,) = unify_kv_cache_configs([get_kv_cache_config(config, specs, available)])
     logger.info(
         "%d blocks of %d tokens hold %.1f requests of %d tokens (%.1f MiB each) at once",

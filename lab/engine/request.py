@@ -64,7 +64,6 @@ class Request:
         all_token_ids: The prompt and the generated tokens.
         block_hashes: Hashes of the full blocks of these tokens.
         num_computed_tokens: The number of tokens whose keys and values are in the request's blocks.
-        top_logits: The largest logits for the first token of the answer, if the client asked for them.
         may_load: Whether the engine may still ask the connector for a load. A request loads at most once.
     """
 
@@ -78,7 +77,6 @@ class Request:
         self.num_computed_tokens = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.top_logits: tuple[tuple[int, float], ...] = ()
         self.logprobs: Logprobs = ()
         self.may_load = True
         self.figures = RequestFigures(arrival_s)

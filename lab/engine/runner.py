@@ -22,7 +22,7 @@ from ...transports.errors import ConfigurationError
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .errors import StepFailedError, reason_of
-from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
+from .sampling import logprobs_of, same_numbers_after_failure, sample
 from .settings import Layout
 from .step import StepPlan
 from .types import Logprobs
@@ -33,11 +33,10 @@ class _Forwarded:
     """What a forward pass gives: one token per request that has one, and what was asked for beside it.
 
     Attributes:
-        top_logits, logprobs: One per token; empty for a request that did not ask.
+        logprobs: One per token; empty for a request that did not ask.
     """
 
     tokens: list[int] = field(default_factory=list)
-    top_logits: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -161,9 +160,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 tuple(islice(tokens, item.yields_token)) for item in plan.scheduled_requests
             ),
             kv_connector_output=report,
-            # Stages before the last one yield nothing.
-            top_logits={name: top for name, top in zip(yielding, forwarded.top_logits, strict=False) if top},
-            logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=False) if some},
+            logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=True) if some},
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
@@ -174,29 +171,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs) -> _Forwarded:
-        """Run the model on the step's tokens, and choose the next token of each request that has one.
-
-        Stages before the last one pass their hidden states on, and return nothing.
-        """
-        is_last = self.config.parallel.is_last_stage
-        wanted = inputs.logits_indices
+        """Run the model on the step's tokens, and choose the next token of each request that has one."""
         result = self._model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=wanted if is_last else wanted[:0],
+            logits_to_keep=inputs.logits_indices,
         )
-        if not is_last:
-            return _Forwarded()
         if not inputs.samplers:
             return _Forwarded()
         logits = result.logits[0]
-        tokens = sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
-        return _Forwarded(
-            tokens,
-            top_logits(logits, inputs.samplers),
-            _logprobs_of_samples(logits, tokens, inputs),
-        )
+        tokens = sample(logits, inputs.samplers)
+        return _Forwarded(tokens, _logprobs_of_samples(logits, tokens, inputs))
 
 
 def _logprobs_of_samples(logits: torch.Tensor, tokens: list[int], inputs: StepInputs) -> list[Logprobs]:

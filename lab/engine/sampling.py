@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -35,18 +33,6 @@ class TokenSampler:
         return self.params.temperature == 0.0
 
 
-@dataclass(frozen=True)
-class History:
-    """The tokens of a request whose next one is sampled.
-
-    Attributes:
-        token_ids: `(num_tokens,)` int64: the prompt, then the answer so far.
-    """
-
-    token_ids: torch.Tensor
-    num_prompt_tokens: int
-
-
 @contextmanager
 def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[None]:
     """If the body raises, reset each stream: the step runs again and must draw the same numbers."""
@@ -58,36 +44,6 @@ def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[Non
             sampler.generator.set_state(before)
             sampler.num_to_skip = num_to_skip
         raise
-
-
-def penalized(
-    logits: torch.Tensor, samplers: Sequence[TokenSampler], histories: Sequence[History]
-) -> torch.Tensor:
-    """Apply each request's penalties.
-
-    Args:
-        logits: `(num_requests, vocab_size)`, any float type, any device. It is not changed.
-        samplers: One per row.
-        histories: One per row.
-
-    Returns:
-        `logits` itself if no request has penalties; otherwise a copy, in float32.
-    """
-    rows = [row for row, sampler in enumerate(samplers) if sampler.params.has_penalties]
-    if not rows:
-        return logits
-    changed = logits.to(torch.float32, copy=True)
-    for row in rows:
-        params, history = samplers[row].params, histories[row]
-        scores, factor, size = changed[row], params.repetition_penalty, logits.shape[-1]
-        seen = torch.bincount(history.token_ids, minlength=size).to(logits.device) > 0
-        repeated = torch.where(scores > 0, scores / factor, scores * factor)
-        answer = history.token_ids[history.num_prompt_tokens :]
-        counts = torch.bincount(answer, minlength=size).to(logits.device)
-        changed[row] = torch.where(seen, repeated, scores) - (
-            params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        )
-    return changed
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
@@ -129,25 +85,6 @@ def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
         rows = torch.tensor(random_rows, device=logits.device)
         tokens[rows] = _sample_random(logits[rows].float(), [samplers[row] for row in random_rows])
     return [int(token) for token in tokens.tolist()]
-
-
-def top_logits(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[tuple[tuple[int, float], ...]]:
-    """Return the largest logits of each row whose request asked for them.
-
-    Args:
-        logits: `(num_requests, vocab_size)`.
-        samplers: One per row.
-
-    Returns:
-        For each row (token id, logit), the largest first; empty if the request did not ask. Among equal logits, the
-        token that `sample` takes comes first.
-    """
-    found: list[tuple[tuple[int, float], ...]] = []
-    for row, sampler in zip(logits, samplers, strict=True):
-        largest = row.float().sort(descending=True, stable=True) if sampler.params.num_top_logits else None
-        pairs = () if largest is None else zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
-        found.append(tuple(islice(pairs, sampler.params.num_top_logits)))
-    return found
 
 
 def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> torch.Tensor:

@@ -352,7 +352,6 @@ class Scheduler:
             self._cache_blocks(request)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, math.inf):
                 del self._suspects[request.request_id]
-            request.top_logits = request.top_logits or result.top_logits.get(request.request_id, ())
             request.logprobs = result.logprobs.get(request.request_id, ())
             try:
                 self._take_in(request, sampled[request.request_id], outcome)

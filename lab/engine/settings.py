@@ -35,9 +35,7 @@ class EngineSettings:
         enable_prefix_caching: Keep and reuse blocks of finished requests.
         hash_seed: Seed of the block hashes; nodes with the same seed agree on them. Empty for a random seed.
         num_threads: Threads of PyTorch in each process; 0 lets PyTorch choose.
-        tensor_parallel_size: Worker processes that share each layer; 1 for no worker process.
-        pipeline_parallel_size: Stages that share the layers, each with `tensor_parallel_size` worker processes. If both are
-            1, the model runs in this process.
+        tensor_parallel_size: Worker processes that share each layer; 1 to run the model in this process.
         kv_events_endpoint: `tcp://HOST:PORT` at which to publish what the prefix cache stores and removes; port 0 for a free one,
             empty to publish nothing.
         kv_transfer: The connector and its options; None on a node that transfers nothing.
@@ -62,7 +60,6 @@ class EngineSettings:
     hash_seed: str = ""
     num_threads: int = 0
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
     kv_events_endpoint: str = ""
     kv_transfer: KVTransferConfig | None = None
 
@@ -80,12 +77,16 @@ class EngineSettings:
             "max_num_seqs": 1,
             "num_threads": 0,
             "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
         }
         for setting in fields(self):
             if setting.name in minima:
                 _require_at_least(setting.name, getattr(self, setting.name), minima[setting.name])
-        self._require_cpu_for_workers()
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            raise ConfigurationError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is for the CPU, not for device={self.device!r}",
+                key="tensor_parallel_size",
+                value=self.tensor_parallel_size,
+            )
         if self.num_blocks == 1:
             raise ConfigurationError("num_blocks=1: it must be 0 or at least 2", key="num_blocks", value=1)
         if not 0.0 < self.memory_utilization <= 1.0:
@@ -101,19 +102,6 @@ class EngineSettings:
                 key="max_num_batched_tokens",
                 value=self.max_num_batched_tokens,
             )
-
-    @property
-    def num_workers(self) -> int:
-        """The number of processes that share the model. If it is 1, the model runs in this process."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    def _require_cpu_for_workers(self) -> None:
-        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
-            value = getattr(self, key)
-            if value > 1 and self.device != "cpu":
-                raise ConfigurationError(
-                    f"{key}={value} is for the CPU, not for device={self.device!r}", key=key, value=value
-                )
 
 
 def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

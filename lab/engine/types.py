@@ -13,7 +13,7 @@ from .errors import InvalidRequestError
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 #: (token id, log probability) of a token, and then of the likeliest tokens in its place, the likeliest first. They are the
-#: model's own: before penalties, temperature and `top_p`.
+#: model's own: before temperature and `top_p`.
 Logprobs = tuple[tuple[int, float], ...]
 #: The most tokens of `Logprobs` after the first one.
 MAX_LOGPROBS = 20
@@ -30,13 +30,8 @@ class SamplingParams:
         seed: The same seed gives the same answer, whatever else runs. None draws a random seed.
         stop: The answer ends before the first of these texts.
         ignore_eos: Continue past the model's end-of-sequence tokens.
-        num_top_logits: How many of the largest logits for the first token to return, 0 to 20.
         num_logprobs: Return the log probability of each token of the answer, and of this many of the likeliest, 0 to 20.
             None returns none.
-        presence_penalty: Subtracted from the logits of the answer's tokens, -2 to 2.
-        frequency_penalty: Subtracted from them once per occurrence, -2 to 2.
-        repetition_penalty: Positive logits of the prompt's and the answer's tokens are divided by it, and others
-            multiplied, above 0. 1 changes nothing.
 
     Raises:
         InvalidRequestError: a value is outside its range; `param` names it.
@@ -48,31 +43,16 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    num_top_logits: int = 0
     num_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.num_top_logits <= 20, "return_top_logits", self.num_top_logits, "between 0 and 20")
         number, allowed = self.num_logprobs, f"between 0 and {MAX_LOGPROBS}"
         _require(number is None or 0 <= number <= MAX_LOGPROBS, "logprobs", number, allowed)
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            _require(-2.0 <= penalty <= 2.0, name, penalty, "between -2 and 2")
-        repetition = self.repetition_penalty
-        _require(0.0 < repetition <= 100.0, "repetition_penalty", repetition, "above 0 and at most 100")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
         _require(self.seed is None or abs(self.seed) < 1 << 63, "seed", self.seed, "64 bits")
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a token's logit depends on the tokens before it in other ways than by the model."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -135,18 +115,6 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """Return the likeliest tokens after a prompt, to a request that asked for them.
-
-    Attributes:
-        top_logits: (token id, logit), largest first.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    top_logits: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
 class RequestOutput:
     """Hold a piece of the answer. Only the last one has a `finish_reason`.
 
@@ -156,7 +124,6 @@ class RequestOutput:
         error: Why the request ended with `finish_reason` `"error"`; otherwise empty.
         kv_transfer_params: In the last output of a prefill, what the decode node needs; in that of an answer that is moved, what
             the node needs that goes on with it.
-        next_token: Set from the first token on if the request has `num_top_logits`.
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
         is_known: The piece is the request's `known_token_ids`, which the client has already.
     """
@@ -168,7 +135,6 @@ class RequestOutput:
     error: str
     kv_transfer_params: Mapping[str, Any] | None
     metrics: RequestMetrics
-    next_token: NextToken | None = None
     logprobs: tuple[Logprobs, ...] = ()
     is_known: bool = False
 

@@ -345,7 +345,10 @@ class NodeServer:
             ]
             for prompt in prompts
         ]
-        choices = [Choice(index) for index in range(len(prompts) * client.num_answers)]
+        choices = [
+            Choice(index, prompts[index // client.num_answers])
+            for index in range(len(prompts) * client.num_answers)
+        ]
         envelope = Envelope(
             reply_format,
             request_id,
@@ -353,7 +356,7 @@ class NodeServer:
             int(time.time())
             if client.known is None or client.known.created is None
             else client.known.created,
-            self._names,
+            self._names.id_of if client.return_tokens_as_token_ids else self._names.text_of,
             client.return_token_ids,
             client.sampling.num_logprobs is not None,
             client.num_answers,

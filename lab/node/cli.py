@@ -181,7 +181,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_compute_arguments(group: argparse._ArgumentGroup) -> None:
-    for name in ("dtype", "device", "threads", "tensor-parallel-size", "pipeline-parallel-size"):
+    for name in ("dtype", "device", "threads", "tensor-parallel-size"):
         add_option(group, name)
 
 
@@ -253,7 +253,6 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         hash_seed=options.hash_seed,
         num_threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
-        pipeline_parallel_size=options.pipeline_parallel_size,
         kv_events_endpoint=options.kv_events,
         kv_transfer=kv_transfer,
     )

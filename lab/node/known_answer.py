@@ -17,7 +17,6 @@ from typing import Any
 from ...connector.p2p.params import CONTINUES, MOVE_AS
 from ...web.errors import bad_request
 from ...web.fields import Fields
-from ..engine.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,3 @@ def take_known_answer(
         raise bad_request("'continues.token_ids' must be a list of integers", "kv_transfer_params")
     created, model = inner.optional_integer("created"), inner.text("model", "")
     return others, KnownAnswer(tuple(token_ids), created, model, inner.text(MOVE_AS, ""))
-
-
-def asks_for_scores(sampling: SamplingParams) -> bool:
-    """Whether a request asks for log probabilities or logits, which only the node that computes a token has."""
-    return sampling.num_logprobs is not None or sampling.num_top_logits > 0

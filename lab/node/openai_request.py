@@ -15,7 +15,7 @@ from ...web.api_pages import fields_of
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import MAX_LOGPROBS, SamplingParams
-from .known_answer import KnownAnswer, asks_for_scores, take_known_answer
+from .known_answer import KnownAnswer, take_known_answer
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -49,6 +49,9 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "min_p": (0,),
     "typical_p": (1,),
     "length_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
     "min_tokens": (0,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
@@ -110,7 +113,8 @@ class ClientRequest:
         prompts: Each a text, token ids, or a chat.
         num_answers: Answers to each prompt.
         include_usage: Whether a stream ends with a chunk that has the usage.
-        return_token_ids: Whether answers have `token_ids` in addition to the text.
+        return_token_ids: Whether answers have `token_ids` in addition to the text, and whole ones `prompt_token_ids`.
+        return_tokens_as_token_ids: Whether log probabilities name tokens by their ids, which are unique, and not by their texts.
         cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
         known: The beginning of the answer, after which this node continues. None: it begins here.
     """
@@ -122,6 +126,7 @@ class ClientRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    return_tokens_as_token_ids: bool
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str
     known: KnownAnswer | None = None
@@ -191,11 +196,7 @@ def _client_request(
         seed=fields.optional_integer("seed"),
         stop=_stop(body.get("stop")),
         ignore_eos=fields.boolean("ignore_eos", False),
-        num_top_logits=fields.integer("return_top_logits", 0),
         num_logprobs=num_logprobs,
-        presence_penalty=fields.number("presence_penalty", 0.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0),
     )
     if kv_transfer_params and len(prompts) > 1:
         raise bad_request(
@@ -209,7 +210,8 @@ def _client_request(
     if (
         known is not None
         and known.token_ids
-        and (num_answers * len(prompts) > 1 or asks_for_scores(sampling))
+        # Only the node that computes a token has its log probability.
+        and (num_answers * len(prompts) > 1 or num_logprobs is not None)
     ):
         raise bad_request(
             "kv_transfer_params.continues needs one answer to one prompt, and no log probabilities: leave it out",
@@ -228,6 +230,7 @@ def _client_request(
         stream=fields.boolean("stream", False),
         include_usage=Fields(fields.mapping("stream_options")).boolean("include_usage", False),
         return_token_ids=fields.boolean("return_token_ids", False),
+        return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
         kv_transfer_params=kv_transfer_params,
         cache_salt=fields.text("cache_salt", ""),
         known=known,

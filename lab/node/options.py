@@ -55,12 +55,6 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "N",
         "help": "worker processes that share each layer, on the CPU only; 1 means no extra process (default: 1)",
     },
-    "pipeline-parallel-size": {
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-        "help": "stages that share the layers, each with --tensor-parallel-size processes; 1 means no extra process (default: 1)",
-    },
     "layout": {
         "choices": get_args(Layout),
         "default": "uniform",

@@ -5,9 +5,7 @@ Answers have these fields in addition to OpenAI's:
 - `kv_transfer_params` at the top level, as in vLLM.
 - `metrics` at the top level of a whole answer or of a choice's last chunk: how it was computed. Of a whole answer with
   several choices, it is about the first one, which is the one that loads a KV cache.
-- `token_ids` in each choice, if the request says `return_token_ids`.
-- `prompt_token_ids` and `top_logits` in the choice of a whole answer, if the request says `"return_top_logits": n`. The
-  latter has the n largest logits for the answer's first token as [token id, logit], the largest first.
+- `token_ids` in each choice, and `prompt_token_ids` in each of a whole answer, if the request says `return_token_ids`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 
 from ...web.errors import ApiError
 from ..engine.types import Logprobs, RequestMetrics, RequestOutput
-from .logprobs import TokenNames, chat_logprobs, completion_logprobs
+from .logprobs import NameOf, chat_logprobs, completion_logprobs
 
 #: How a connector's load of the request's KV cache ended. Routers count this header, so they need not parse the answer.
 TRANSFER_HEADER = "X-KV-Transfer"
@@ -43,7 +41,7 @@ class ReplyFormat(ABC):
 
     @abstractmethod
     def logprobs(
-        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
+        self, name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
         """Return a choice's `logprobs`; see `completion_logprobs`."""
 
@@ -61,9 +59,9 @@ class CompletionFormat(ReplyFormat):
         return self.whole(text)
 
     def logprobs(
-        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
+        self, name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
-        return completion_logprobs(names, token_ids, logprobs, offset)
+        return completion_logprobs(name_of, token_ids, logprobs, offset)
 
 
 class ChatFormat(ReplyFormat):
@@ -81,9 +79,9 @@ class ChatFormat(ReplyFormat):
         return {"delta": {**role, "content": text}, "logprobs": None}
 
     def logprobs(
-        self, names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
+        self, name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
-        return chat_logprobs(names, token_ids, logprobs)
+        return chat_logprobs(name_of, token_ids, logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +111,9 @@ class Choice:
 
     last: RequestOutput
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, prompt_token_ids: Sequence[int]) -> None:
         self.index = index
+        self.prompt_token_ids = prompt_token_ids
         self.text = ""
         self.token_ids: list[int] = []
         self.scored: list[tuple[int, Logprobs]] = []
@@ -143,6 +142,7 @@ class Envelope:
 
     Attributes:
         created: Seconds since 1970.
+        name_of: What `logprobs` call a token.
         with_token_ids: Whether choices have `token_ids`.
         with_logprobs: Whether choices have `logprobs`.
         answers_per_prompt: Choices `0` to this number belong to the first prompt, and so on.
@@ -152,7 +152,7 @@ class Envelope:
     request_id: str
     model: str
     created: int
-    names: TokenNames
+    name_of: NameOf
     with_token_ids: bool
     with_logprobs: bool
     answers_per_prompt: int
@@ -164,8 +164,8 @@ class Envelope:
             reason = choice.last.finish_reason
             every = Delta(choice.text, tuple(choice.token_ids), tuple(choice.scored), reason)
             written.append(self._choice(choice, every, self.reply_format.whole(choice.text)))
-            if choice.last.next_token is not None:
-                written[-1] |= dataclasses.asdict(choice.last.next_token)
+            if self.with_token_ids:
+                written[-1]["prompt_token_ids"] = list(choice.prompt_token_ids)
         return {
             **self._head(self.reply_format.whole_object, written),
             "usage": self._usage(choices),
@@ -200,8 +200,8 @@ class Envelope:
         if self.with_logprobs and delta.scored:
             token_ids, logprobs = zip(*delta.scored, strict=True)
             offset = choice.num_scored_chars
-            written["logprobs"] = self.reply_format.logprobs(self.names, token_ids, logprobs, offset)
-            choice.num_scored_chars += sum(len(self.names.name(token_id)) for token_id in token_ids)
+            written["logprobs"] = self.reply_format.logprobs(self.name_of, token_ids, logprobs, offset)
+            choice.num_scored_chars += sum(len(self.name_of(token_id)) for token_id in token_ids)
         return {**written, "token_ids": list(delta.token_ids)} if self.with_token_ids else written
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:

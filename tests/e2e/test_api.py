@@ -72,15 +72,16 @@ def test_the_same_seed_gives_the_same_answer(server: Any) -> None:
     assert first != third
 
 
-def test_a_client_can_ask_for_the_largest_logits(server: Any) -> None:
-    reply = server.complete("abc", max_tokens=3, return_top_logits=2)
+def test_a_client_can_ask_for_ids_instead_of_texts(server: Any) -> None:
+    fields = {"logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    reply = server.complete("abc", max_tokens=3, **fields)
     choice = reply.body["choices"][0]
     assert choice["prompt_token_ids"] == [64, 65, 66]
-    (first, larger), (second, smaller) = choice["top_logits"]
-    assert (first, larger >= smaller, first != second) == (reply.token_ids[0], True, True)
-    assert not {"prompt_token_ids", "top_logits"} & server.complete("abc").body["choices"][0].keys()
-    refused = server.complete("abc", return_top_logits=21)
-    assert (refused.status, refused.body["error"]["param"]) == (400, "return_top_logits")
+    names = [f"token_id:{token}" for token in reply.token_ids]
+    assert choice["logprobs"]["tokens"] == names
+    assert [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"]] == names
+    refused = server.complete("abc", return_tokens_as_token_ids="yes")
+    assert (refused.status, refused.body["error"]["param"]) == (400, "return_tokens_as_token_ids")
 
 
 def test_an_answer_ends_before_a_stop_text(server: Any) -> None:

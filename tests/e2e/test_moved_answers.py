@@ -52,7 +52,7 @@ IMPATIENT = ("--check-timeout-s", "2")
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "return_token_ids": True, "stream": True},
     {"temperature": 0, "stream_options": {"include_usage": True}, "stream": True},
-    {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "stream": True},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9, "stream": True},
     {"temperature": 0, "return_token_ids": True},
     {"temperature": 0, "stop": ["\x00\x01\x02"], "return_token_ids": True, "stream": True},
     {"temperature": 0, "messages": [], "stream": True},

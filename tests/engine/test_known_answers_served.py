@@ -17,7 +17,7 @@ PROMPT = [(37 * number) % 250 for number in range(30)]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     *(("completions", {"prompt": [*PROMPT, number], "temperature": 0}) for number in range(8)),
     ("completions", {"prompt": PROMPT, "seed": 3, "temperature": 0.9, "top_p": 0.8}),
-    ("completions", {"prompt": PROMPT, "seed": 4, "presence_penalty": 1.5, "repetition_penalty": 1.4}),
+    ("completions", {"prompt": PROMPT, "seed": 4}),
     ("completions", {"prompt": PROMPT * 8, "temperature": 0, "max_tokens": 100}),
     ("chat/completions", {"messages": [{"role": "user", "content": "ferry"}], "temperature": 0}),
 ]

@@ -77,17 +77,10 @@ def test_a_prompt_is_handed_over_between_two_ranks_and_one(
     assert last.metrics.transfer.num_bytes == len(prompt) * BYTES_A_TOKEN
 
 
-def test_stages_with_two_ranks_answer_like_one_process_and_hand_over_in_both_directions(
+def test_ranks_of_a_model_with_windows_answer_like_one_process_and_hand_over_in_both_directions(
     make_node: Any, drive: Any, assert_same: Any
 ) -> None:
-    spread = make_node(
-        "gemma2",
-        connector="shm",
-        role="kv_both",
-        num_threads=1,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=2,
-    )
+    spread = make_node("gemma2", connector="shm", role="kv_both", num_threads=1, tensor_parallel_size=2)
     single = make_node("gemma2", connector="shm", role="kv_both", block_size=8)
     for prompt in PROMPTS:
         assert_same(spread.answer(prompt, max_tokens=9), "gemma2", prompt, 9)

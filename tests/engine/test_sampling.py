@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvferry.lab.engine.errors import InvalidRequestError
-from kvferry.lab.engine.sampling import TokenSampler, sample, top_logits
+from kvferry.lab.engine.sampling import TokenSampler, sample
 from kvferry.lab.engine.types import SamplingParams
 
 VOCAB = 50
@@ -59,16 +59,6 @@ def test_draws_follow_the_softmax() -> None:
     assert [draws.count(token) / 4000 for token in range(3)] == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
 
 
-def test_the_largest_logits_are_returned_for_rows_that_ask_for_them() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 0.0, 0.0, 0.0], [0.5, 2.0, -1.0, 0.0]])
-    samplers = [TokenSampler(SamplingParams(temperature=0.0, num_top_logits=number)) for number in (2, 0, 20)]
-    tied, silent, every = top_logits(logits, samplers)
-    assert tied == ((1, 3.0), (3, 3.0))
-    assert tied[0][0] == sample(logits, samplers)[0]
-    assert silent == ()
-    assert every == ((1, 2.0), (0, 0.5), (3, 0.0), (2, -1.0))
-
-
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3])
 def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     logits = _logits(1) * 100
@@ -91,10 +81,3 @@ def test_a_value_outside_its_range_is_refused_by_name(param: str, value: object)
     with pytest.raises(InvalidRequestError) as refused:
         SamplingParams(**{param: value})  # type: ignore[arg-type]
     assert refused.value.param == param
-
-
-@pytest.mark.parametrize("number", [-1, 21])
-def test_the_number_of_logits_is_refused_by_its_name_in_the_api(number: int) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        SamplingParams(num_top_logits=number)
-    assert refused.value.param == "return_top_logits"

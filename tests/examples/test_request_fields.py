@@ -43,10 +43,14 @@ CONSTRAINTS: dict[str, Any] = {
     "logits_processors": ["a"],
     "typical_p": 0.5,
     "length_penalty": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.2,
     "lora_request": {"name": "a"},
     "vllm_xargs": {"a": 1},
     "logit_bias": {"1": 5},
     "prompt_logprobs": 0,
+    "return_top_logits": 2,
     "echo": True,
     "prompt_items": [{"offset": 1}],
     "temprature": 0.5,
@@ -80,7 +84,13 @@ def test_values_that_ask_for_nothing_are_accepted(endpoint: Any) -> None:
     _, parse, body = endpoint
     for nothing in (None, False, "", [], {}):
         parse({**body, "stop_token_ids": nothing, "lora_path": nothing, "no_stop_trim": nothing})
-    defaults = {"skip_special_tokens": True, "separate_reasoning": True, "best_of": 1, "min_tokens": 0}
+    defaults = {
+        "skip_special_tokens": True,
+        "separate_reasoning": True,
+        "best_of": 1,
+        "min_tokens": 0,
+        "presence_penalty": 0.0,
+    }
     parse({**body, **defaults, "tools": [], "tool_choice": "auto"})
 
 

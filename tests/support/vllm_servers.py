@@ -14,8 +14,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.lab.demo.client import ask_alone
 from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
-from kvferry.lab.demo.vllm_server import ask_vllm_alone
 from kvferry.lab.servers import LaunchedProcess, Launcher, run_program, start_vllm
 from tests.support.chaos.services import Service
 
@@ -97,7 +97,7 @@ class Server:
 
         def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
             alone = {"ignore_eos": True, "cache_salt": os.urandom(8).hex()}
-            return ask_vllm_alone(self.process.port, **alone)(prompt, max_tokens)
+            return ask_alone(self.process.port, **alone)(prompt, max_tokens)
 
         alone, tokens, logprobs = self.alone(prompt, max_tokens), answer["token_ids"], logprobs_of(answer)
         assert_same_answer(

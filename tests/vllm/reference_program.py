@@ -18,7 +18,7 @@ from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.lab.engine.core import EngineCore
 from kvferry.lab.engine.settings import EngineSettings
-from kvferry.lab.engine.types import GenerationRequest, SamplingParams
+from kvferry.lab.engine.types import GenerationRequest, Logprobs, SamplingParams
 from tests.support.orders import obey
 
 
@@ -49,6 +49,7 @@ class ReferenceHost:
         self._handoffs = KVConnectorStats()
         self._tokens: dict[str, list[int]] = {}
         self._logprobs: dict[str, list[float]] = {}
+        self._likeliest: dict[str, Logprobs] = {}  # at the answer's first place
 
     @property
     def has_work(self) -> bool:
@@ -62,15 +63,17 @@ class ReferenceHost:
                 yield {"first": output.request_id}
             tokens += output.new_token_ids
             self._logprobs[output.request_id] += [scores[0][1] for scores in output.logprobs]
+            if output.logprobs:
+                self._likeliest.setdefault(output.request_id, output.logprobs[0][1:])
             if output.finish_reason is not None:
-                params, told = output.kv_transfer_params, output.next_token
+                params = output.kv_transfer_params
                 yield {
                     "finished": output.request_id,
                     "tokens": self._tokens.pop(output.request_id),
                     "logprobs": self._logprobs.pop(output.request_id),
                     "reason": output.finish_reason,
                     "params": None if params is None else dict(params),
-                    "top_logits": [] if told is None else told.top_logits,
+                    "top_logits": self._likeliest.pop(output.request_id, ()),
                 }
         if not num_tokens:
             time.sleep(0.001)
@@ -87,8 +90,7 @@ class ReferenceHost:
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=True,
-            num_top_logits=num_top_logits,
-            num_logprobs=0,
+            num_logprobs=num_top_logits,  # 0: those of the answer's tokens
         )
         self._core.add(GenerationRequest(request, tuple(prompt), sampling, params), time.monotonic())
         self._tokens[request], self._logprobs[request] = [], []
@@ -98,6 +100,7 @@ class ReferenceHost:
         self._core.abort(request)
         self._tokens.pop(request, None)
         self._logprobs.pop(request, None)
+        self._likeliest.pop(request, None)
         return {}
 
     def forget(self) -> dict[str, Any]:

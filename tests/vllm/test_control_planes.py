@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.lab.demo.client import ask_alone
 from kvferry.lab.demo.near_tie import assert_same_answer
-from kvferry.lab.demo.vllm_server import ask_vllm_alone
 from kvferry.lab.servers import (
     KVFERRY,
     LaunchedProcess,
@@ -63,7 +63,7 @@ class Pair:
             prompt,
             found["token_ids"],
             expected["token_ids"],
-            ask_vllm_alone(self.decode.port, **alone),
+            ask_alone(self.decode.port, **alone),
             logprobs=logprobs_of(found),
             expected_logprobs=logprobs_of(expected),
         )

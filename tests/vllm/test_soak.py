@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.vllm_server import ask_vllm_alone
+from kvferry.lab.demo.client import ask_alone
 from kvferry.lab.servers import KVFERRY, run_program
 from tests.support.chaos.fleet import TIMING, Fleet
 from tests.support.chaos.sampling import num_loads, read
@@ -86,6 +86,6 @@ def fleet(model, single, tmp_path):
 
 def test_random_faults(fleet, single, tmp_path):
     samples = Path(os.environ.get("SOAK_SAMPLES", tmp_path / "samples.jsonl"))
-    engine = Engine(Client(single.process), ask_vllm_alone(single.process.port, ignore_eos=True), hands_over)
+    engine = Engine(Client(single.process), ask_alone(single.process.port, ignore_eos=True), hands_over)
     print(Soak(fleet, engine, SEED, SECONDS, samples, GAP_S).run())
     print(f"at least {num_loads(read(samples)):6} loads")

@@ -1,5 +1,5 @@
-"""Run one model over several worker processes. Each has its own layers and heads, its part of the pool, and a worker
-half of the connector.
+"""Run one model over several worker processes. Each has its own heads, its part of the pool, and a worker half of
+the connector.
 
     MultiProcessExecutor (executor.py)    in the scheduler's process: sends a step to all ranks, returns one result
     ├─ WorkerGroup (group.py)             starts the processes, waits for replies, notices dead processes, stops them
@@ -7,8 +7,7 @@ half of the connector.
     └─ codec.py, channel.py, messages.py  the messages: frozen dataclasses as MessagePack over a socket pair
 
     worker.py                             the worker process
-    ├─ stages.py                          which layers a rank runs, and how hidden states pass from stage to stage
-    └─ sharding.py                        which part of each weight of these layers a rank keeps
+    └─ sharding.py                        which part of each weight a rank keeps
 
 A worker never outlives the process that started it: it exits as soon as the other end of its socket pair closes. If a
 worker ends, the engine ends, because the other workers cannot compute without it.

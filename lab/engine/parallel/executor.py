@@ -41,12 +41,16 @@ class MultiProcessExecutor:
     def __init__(self, config: EngineConfig, model_folder: Path, layout: Layout, num_threads: int) -> None:
         num_ranks = config.parallel.world_size
         threads = num_threads or max(1, (os.cpu_count() or 1) // num_ranks)
-        self._stage_size = config.parallel.tensor_parallel_size
         self._sender = StepSender()
         self._reports = KVOutputAggregator(num_ranks)
         self._group = WorkerGroup(num_ranks)
         starts = [
-            Start(_config_of_rank(config, rank), str(model_folder), layout, threads)
+            Start(
+                replace(config, parallel=replace(config.parallel, tensor_parallel_rank=rank)),
+                str(model_folder),
+                layout,
+                threads,
+            )
             for rank in range(num_ranks)
         ]
         ready = self._group.ask(starts, Ready, START_TIMEOUT_S)
@@ -65,18 +69,11 @@ class MultiProcessExecutor:
         step = self._sender.step(plan)
         replies = self._group.ask([step] * len(self._group.workers), StepDone, STEP_TIMEOUT_S)
         report = self._reports.aggregate([reply.output.kv_connector_output for reply in replies])
-        # All ranks of the last stage compute the same logits, but each samples by itself, so sampled tokens may differ.
-        # Use the tokens of that stage's first rank.
-        return replace(replies[-self._stage_size].output, kv_connector_output=report)
+        # All ranks compute the same logits, but each samples by itself, so sampled tokens may differ. Use the first rank's.
+        return replace(replies[0].output, kv_connector_output=report)
 
     def check(self) -> TransferHealth:
         return self._group.check()
 
     def close(self) -> None:
         self._group.stop()
-
-
-def _config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    stage, rank_of_stage = divmod(rank, config.parallel.tensor_parallel_size)
-    parallel = replace(config.parallel, tensor_parallel_rank=rank_of_stage, pipeline_parallel_rank=stage)
-    return replace(config, parallel=parallel)

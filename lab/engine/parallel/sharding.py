@@ -50,15 +50,10 @@ def layers_of_rank(
     return tuple(replace(layer, num_kv_heads=max(1, layer.num_kv_heads // num_ranks)) for layer in layers)
 
 
-def shard(
-    model: PreTrainedModel, rank: int, num_ranks: int, group: torch.distributed.ProcessGroup | None = None
-) -> None:
+def shard(model: PreTrainedModel, rank: int, num_ranks: int) -> None:
     """Cut a model down to the part of one rank, in place. Its forward pass then needs all ranks.
 
     If there are more ranks than key/value heads, neighbouring ranks keep the same head.
-
-    Args:
-        group: The process group of these ranks. None means all processes.
     """
     config = model.config.get_text_config(decoder=True)
     plan = _plan_of(config)
@@ -71,7 +66,7 @@ def shard(
             _keep_outputs(module, _share(module.out_features, num_units, rank, num_ranks))
         elif style == _BY_INPUTS:
             share = _share(module.in_features, num_ranks, rank, num_ranks)
-            model.set_submodule(name, _SummedLinear(module.weight[:, share].clone(), module.bias, group))
+            model.set_submodule(name, _SummedLinear(module.weight[:, share].clone(), module.bias))
 
 
 def _plan_of(config: PretrainedConfig) -> Mapping[str, str]:
@@ -130,22 +125,15 @@ class _SummedLinear(torch.nn.Module):
     Args:
         weight: `(num_outputs, num_inputs of this rank)`.
         bias: `(num_outputs,)`, added after the sum, so that it counts once.
-        group: The process group of the ranks.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        group: torch.distributed.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._group = group
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self._bias = bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute `(…, num_inputs of this rank)` → `(…, num_outputs)`, the same on all ranks."""
         outputs = torch.nn.functional.linear(inputs, self.weight)
-        torch.distributed.all_reduce(outputs, group=self._group)
+        torch.distributed.all_reduce(outputs)
         return outputs if self._bias is None else outputs + self._bias

@@ -32,7 +32,6 @@ from ..weights import load_model
 from .channel import Channel
 from .messages import Failed, Ready, Start, Step, StepDone
 from .sharding import shard
-from .stages import cut_to_stage, layers_of_stage, part_of_stage
 from .steps import StepMirror
 
 logger = logging.getLogger(__name__)
@@ -121,12 +120,9 @@ def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner
     torch.set_num_threads(start.num_threads)
     dtype = getattr(torch, start.config.model.dtype)
     model = load_model(Path(start.folder), dtype, torch.device("cpu"), IMPLEMENTATION)
-    kept = layers_of_stage(model.config.get_text_config(decoder=True).num_hidden_layers, parallel)
-    cut_to_stage(model, kept, parallel)
-    stage = _join_ranks(parallel, rendezvous_fd)
-    if parallel.tensor_parallel_size > 1:
-        shard(model, parallel.tensor_parallel_rank, parallel.tensor_parallel_size, stage)
-    config, pool = part_of_stage(*plan_pool(start.config, model.device, may_shorten=False), kept)
+    _join_ranks(parallel, rendezvous_fd)
+    shard(model, parallel.tensor_parallel_rank, parallel.tensor_parallel_size)
+    config, pool = plan_pool(start.config, model.device, may_shorten=False)
     return start_runner(config, pool, model, start.layout, resources)
 
 
@@ -147,8 +143,8 @@ def _observe(name: str) -> None:
     set_up_tracing("", name.replace(" ", "-"))
 
 
-def _join_ranks(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
-    """Connect with the other ranks over loopback; return the group of this rank's stage."""
+def _join_ranks(parallel: ParallelConfig, rendezvous_fd: int) -> None:
+    """Connect with the other ranks over loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The file is anonymous memory without a name in any folder, so it disappears with its last process.
     store = torch.distributed.FileStore(  # type: ignore[attr-defined]
@@ -158,11 +154,6 @@ def _join_ranks(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distribut
     torch.distributed.init_process_group(
         "gloo", store=store, rank=parallel.rank, world_size=parallel.world_size, timeout=timeout
     )
-    stage: torch.distributed.ProcessGroup
-    stage, _ = torch.distributed.new_subgroups(  # type: ignore[no-untyped-call]
-        parallel.tensor_parallel_size, timeout=timeout
-    )
-    return stage
 
 
 def _handshake_metadata() -> KVConnectorHandshakeMetadata | None:
