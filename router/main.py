@@ -260,7 +260,7 @@ def _run(options: argparse.Namespace) -> None:
         sources=sources,
         admin_keys=admin.access.keys if admin else None,
     )
-    link = open_link(options.launcher_fd)
+    link = open_link()
     try:
         with bind(options.host, options.port, is_shared=options.reuse_port) as listener:
             asyncio.run(_serve(router, listener, link, options, limits, access, admin))
