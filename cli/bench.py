@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from kvferry.lab.moving.outcomes import Outcome
     from kvferry.lab.moving.shapes import Shape
 
+#: The pool of each process: larger than most caches, and small enough for any machine.
+POOL_BYTES: Final = 128 << 20
+
 _DESCRIPTION: Final = """\
 Measure how fast each path moves bytes between two processes of this machine, or to `kvferry doctor --listen` on another.
 
@@ -58,12 +61,6 @@ def add(commands: Any) -> argparse.ArgumentParser:
         metavar="NxKIB",
         help="what a read moves: N regions of that many KiB (default: 16x2048 512x64 1x64)",
     )
-    parser.add_argument(
-        "--pool-mib",
-        type=int,
-        default=128,
-        help="pool of each process in MiB, at most 256 (default: %(default)s)",
-    )
     add_json(parser)
     return parser
 
@@ -73,13 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     from kvferry.lab.moving.outcomes import Measuring
 
     find = path_finder(arguments.options)
-    if not 1 <= arguments.pool_mib <= 256:
-        raise UsageError(f"--pool-mib must be 1 to 256, got {arguments.pool_mib}")
-    pool_bytes = arguments.pool_mib << 20
-    shapes = [_shape(text, pool_bytes) for text in arguments.shape]
+    shapes = [_shape(text) for text in arguments.shape]
     warn_if_busy()
     paths = [find(name) for name in arguments.path or PATHS]
-    measuring = Measuring(paths, shapes, pool_bytes, arguments.seconds)
+    measuring = Measuring(paths, shapes, POOL_BYTES, arguments.seconds)
     found = versions()
     about: dict[str, object] = {"versions": found}
     if arguments.peer:
@@ -89,17 +83,16 @@ def run(arguments: argparse.Namespace) -> int:
     return report(arguments, about, outcomes, [version_line(found), *_table(outcomes)])
 
 
-def _shape(text: str, pool_bytes: int) -> Shape:
+def _shape(text: str) -> Shape:
     from kvferry.lab.moving.shapes import Shape
 
     count, _, kib = text.partition("x")
     if not (count.isdecimal() and kib.isdecimal() and int(count) and int(kib)):
         raise UsageError(f"--shape must be NxKIB, such as 512x64, got {text!r}")
     shape = Shape(int(count), int(kib) << 10)
-    if shape.num_bytes > pool_bytes // 2:
+    if shape.num_bytes > POOL_BYTES // 2:
         raise UsageError(
-            f"--shape={text!r} takes {shape.num_bytes >> 20} MiB, and must fit into half a pool: "
-            f"raise --pool-mib, now {pool_bytes >> 20}, or choose a smaller shape"
+            f"--shape={text!r} takes {shape.num_bytes >> 20} MiB, and may take {POOL_BYTES >> 21}: choose a smaller shape"
         )
     return shape
 

@@ -5,7 +5,7 @@ reports its port and its readiness there. It ends when our end closes, however t
 
 A server of another project can do neither. This file, run by its path, does both for it:
 
-    python servers.py SETTINGS --launcher-fd N
+    KVFERRY_LAUNCHER_FD=N python servers.py SETTINGS
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ FOREIGN_GRACE_S = 15.0
 #: Seconds between two questions whether such a server is ready.
 POLL_S = 0.25
 LOG_TAIL_BYTES = 4000
+#: As in `web.launcher_link`, which this file cannot import when it is run by its path.
+LAUNCHER_VARIABLE = "KVFERRY_LAUNCHER_FD"
 #: Lines of a log in a message.
 LAST_LINES = 15
 #: For servers that cannot choose a port and report it. Below the ports that Linux gives to outgoing connections, so that no
@@ -105,7 +107,8 @@ def run_program(program: str, arguments: Sequence[str], log: int, link: int) -> 
     # the same.
     command = [program] if program.endswith(".py") else ["-P", "-m", "kvferry", program]
     return subprocess.Popen(
-        [sys.executable, *command, *arguments, "--launcher-fd", str(link)],
+        [sys.executable, *command, *arguments],
+        env={**os.environ, LAUNCHER_VARIABLE: str(link)},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -589,7 +592,7 @@ def _run_foreign() -> int:
     Returns:
         The server's exit status; 0 if the launcher has ended.
     """
-    settings, launcher_fd = json.loads(sys.argv[1]), int(sys.argv[sys.argv.index("--launcher-fd") + 1])
+    settings, launcher_fd = json.loads(sys.argv[1]), int(os.environ.pop(LAUNCHER_VARIABLE))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     server = subprocess.Popen(settings["command"], env={**os.environ, **settings["environment"]})
     place = {"listening": settings["port"], "host": settings["host"]}

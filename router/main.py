@@ -50,6 +50,8 @@ DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
 DESCRIPTORS_EACH = 3
 
+#: Seconds between two look-ups of a DNS name.
+DNS_INTERVAL_S = 5.0
 #: Of `--ttft-limit-ms` and `--itl-limit-ms`.
 MAX_LIMIT_MS = 1e7
 #: Seconds in which a connection that is being made is complete, or the next request of a connection arrives.
@@ -111,13 +113,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the lists prefill and decode of nodes' URLs, JSON if its name ends with .json, otherwise TOML; it is read "
         "again when it changes (default: none)",
-    )
-    group.add_argument(
-        "--dns-interval-s",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="seconds between two look-ups of a DNS name (default: %(default)g)",
     )
     group.add_argument(
         "--check-interval-s",
@@ -260,7 +255,7 @@ def _run(options: argparse.Namespace) -> None:
         sources=sources,
         admin_keys=admin.access.keys if admin else None,
     )
-    link = open_link(options.launcher_fd)
+    link = open_link()
     try:
         with bind(options.host, options.port, is_shared=options.reuse_port) as listener:
             asyncio.run(_serve(router, listener, link, options, limits, access, admin))
@@ -290,11 +285,10 @@ def _check_times(options: argparse.Namespace) -> None:
         "answer_timeout_s",
         "drain_timeout_s",
         "drain_delay_s",
-        "dns_interval_s",
     ):
         if (value := getattr(options, name)) is None:
             continue  # a default that depends on other options
-        may_be_0 = not name.startswith(("check", "dns"))
+        may_be_0 = not name.startswith("check")
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
             option = "--" + name.replace("_", "-")
             raise StartupError(
@@ -381,7 +375,7 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
             targets = [parse_target(text) for text in (*getattr(options, role), *options.node)]
             urls[role] = [target for target in targets if isinstance(target, str)]
             names = dict.fromkeys(target for target in targets if isinstance(target, DnsTarget))
-            sources += [DnsName(role, name, options.dns_interval_s) for name in names]
+            sources += [DnsName(role, name, DNS_INTERVAL_S) for name in names]
         if options.nodes_file is not None:
             file = NodesFile(options.nodes_file)
             # Later mistakes only delay a change, but now the user can correct the file at once.

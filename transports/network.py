@@ -123,8 +123,13 @@ class NetworkOptions(HandshakeOptions):
         port_range: `"low-high"`: listen on the first free port of these; instead of `port`.
         advertise_host: The host that peers connect to. It is required when `bind_host` is a wildcard, and chooses the NIC
             on a machine with several.
-        slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`.
-        window_slices: Maximum slices in flight from one peer.
+        allow_plaintext: Talk to other machines without encryption. Any process that reaches the port can then read the
+            pool, so use it only on a network where there are only nodes. `tcp` needs `tls="off"` as well, and `zeromq`
+            `curve="off"`.
+        slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`. With `tcp` and
+            `zeromq` shorter regions share a message of about this size.
+        window_slices: Maximum slices in flight from one peer. Half of them should be what the link carries in a round
+            trip; fewer slices stay in the processor's cache.
         peer_timeout_s: A peer that is silent for longer is lost.
         staging_bytes: For a pool on a GPU: pinned main memory per direction, through which its slices pass. It must hold
             two slices of `slice_bytes`; twice the bytes of a window keep the wire busy.
@@ -137,8 +142,9 @@ class NetworkOptions(HandshakeOptions):
     port: Annotated[int, integer(0, 65535)] = 0
     port_range: str = ""
     advertise_host: str = ""
-    slice_bytes: Annotated[int, integer(64 << 10)] = 2 << 20
-    window_slices: Annotated[int, integer(1, 64)] = 4
+    allow_plaintext: bool = False
+    slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
+    window_slices: Annotated[int, integer(1, 64)] = 6
     peer_timeout_s: Annotated[float, seconds(0.4, 3600)] = 2.0
     staging_bytes: Annotated[int, integer(1 << 20, 1 << 40)] = 48 << 20
 
@@ -204,16 +210,21 @@ class NetworkOptions(HandshakeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlaintextOptions(NetworkOptions):
-    """Options of a transport that can neither encrypt nor authenticate.
+    """Options of the transports that use UCX, and can neither encrypt nor authenticate.
 
     Attributes:
-        allow_plaintext: Talk to other machines. Any process that reaches the port can read the pool, so use it only on a
-            network where there are only nodes.
+        tls: UCX transports to choose from, as in `UCX_TLS`. Empty means all; with `nixl`, that variable if it is set.
+            `ucx` never uses shared memory: UCX cannot survive a peer's death over it.
+        net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
+            `allow_plaintext`; with `nixl`, that variable if it is set.
     """
 
     scheme: ClassVar[str]
 
-    allow_plaintext: bool = False
+    tls: str = ""
+    net_devices: str = ""
+    slice_bytes: Annotated[int, integer(64 << 10)] = 2 << 20
+    window_slices: Annotated[int, integer(1, 64)] = 4
 
     def require_reachable_by(self, host: str) -> None:
         """Check that we may talk to `host`, or listen on it.

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler
 from .errors import ApiError, too_many_requests, unavailable
 from .json_body import MAX_BODY_BYTES
 
-#: The default number of connections is at most this, whatever the limit of open files.
+#: The number of connections is at most this, whatever the limit of open files.
 MOST_CONNECTIONS = 4096
 #: Seconds that a refused client has to read the refusal.
 REFUSAL_S = 1.0
@@ -70,35 +70,17 @@ class ConnectionLimits:
         Raises:
             ValueError: A value is out of range. The message names its option.
         """
-        for name in ("header_timeout_s", "body_timeout_s"):
-            value = getattr(options, name)
-            if not 0 < value < float("inf"):
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {value:g}: it must be a positive number of seconds")
-        most = _most_connections(descriptors_each)
-        given: int | None = options.max_connections
-        if given is not None and not 1 <= given <= most:
-            raise ValueError(
-                f"--max-connections {given}: it must be 1 to {most} with the process's limit of "
-                f"{_open_file_limit()} open files, half of which is kept for handoffs; raise the limit with `ulimit -n`"
-            )
         numbers = {}
         for name, least in _LEAST.items():
             numbers[name] = getattr(options, name)
             if numbers[name] < least:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {numbers[name]}: it must be at least {least}")
-        return cls(
-            options.header_timeout_s,
-            options.body_timeout_s,
-            given or min(most, MOST_CONNECTIONS),
-            **numbers,
-        )
+        return cls(max_connections=min(_most_connections(descriptors_each), MOST_CONNECTIONS), **numbers)
 
 
 #: The least values of limits that are numbers.
 _LEAST = {
-    "max_header_bytes": 1024,
     "max_body_bytes": 1,
     "max_concurrent_requests": 1,
     "max_queued_requests": 0,
@@ -252,7 +234,7 @@ class _Admission:
             self._logged_s = now
             logger.warning(
                 "refused a connection: all %d connections have requests in flight; refused %d since the start; "
-                "raise --max-connections or add nodes",
+                "raise the limit of open files (`ulimit -n`) or add nodes",
                 self.limits.max_connections,
                 self._num_refused,
             )
@@ -416,7 +398,7 @@ _LARGE_HEADER = _raw(
     "431 Request Header Fields Too Large",
     ApiError(
         431,
-        "the request's header is too large: send a smaller one (the server's --max-header-bytes)",
+        "the request's header is too large: send a smaller one",
         kind="invalid_request_error",
     ),
 )

@@ -1,6 +1,6 @@
 """The link between a process and the launcher that started it.
 
-The process inherits one end of a socket pair (`--launcher-fd N`). It writes one JSON object per line:
+The process inherits one end of a socket pair; the variable KVFERRY_LAUNCHER_FD has its number. It writes one JSON object per line:
 `{"listening": PORT}`, then `{"ready": true}` or `{"failed": "why"}`. When the launcher's end closes, however the launcher
 ended, the process ends too.
 """
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+#: The variable with the number of the inherited socket.
+LAUNCHER_VARIABLE: Final = "KVFERRY_LAUNCHER_FD"
 
 
 class Link(Protocol):
@@ -71,6 +75,8 @@ class NoLauncher:
         return
 
 
-def open_link(fd: int) -> Link:
-    """Return the link over `fd`. A negative `fd` means that there is no launcher."""
-    return LauncherLink(fd) if fd >= 0 else NoLauncher()
+def open_link() -> Link:
+    """Return the link over the socket that the launcher named, or a link that does nothing if there is no launcher."""
+    # Removed, because the socket is not inherited by processes that this one starts.
+    fd = os.environ.pop(LAUNCHER_VARIABLE, "")
+    return LauncherLink(int(fd)) if fd else NoLauncher()

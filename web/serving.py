@@ -31,7 +31,7 @@ from .access import (
     require_key,
     require_own_name,
 )
-from .connections import GATE, MOST_CONNECTIONS, ConnectionLimits, LimitedRunner, RequestGate
+from .connections import GATE, ConnectionLimits, LimitedRunner, RequestGate
 from .json_body import BODY_TIMEOUT, MAX_BODY
 from .launcher_link import Link
 
@@ -89,34 +89,7 @@ def add_serving_arguments(
         default=port,
         help=f"port to listen on; 0 takes a free one and prints it (default: {port_default})",
     )
-    group.add_argument(
-        "--header-timeout-s",
-        type=float,
-        default=ConnectionLimits.header_timeout_s,
-        metavar="S",
-        help="seconds from the connection, or the first byte of a later request, to the end of its header; then the "
-        "connection is closed (default: %(default)g)",
-    )
-    group.add_argument(
-        "--body-timeout-s",
-        type=float,
-        default=ConnectionLimits.body_timeout_s,
-        metavar="S",
-        help="seconds from the end of a header to the end of its body; then the request is answered 408 (default: %(default)g)",
-    )
-    group.add_argument(
-        "--max-connections",
-        type=int,
-        metavar="N",
-        help="connections served at a time; one more closes the connection that has been idle for the longest, or is answered "
-        f"503 if none is idle (default: as many as half of the limit of open files allows, at most {MOST_CONNECTIONS})",
-    )
     for name, default, what in (
-        (
-            "max-header-bytes",
-            ConnectionLimits.max_header_bytes,
-            "largest header; a larger one is answered 431",
-        ),
         ("max-body-bytes", ConnectionLimits.max_body_bytes, "largest body; a larger one is answered 413"),
         (
             "max-concurrent-requests",
@@ -150,13 +123,6 @@ def add_serving_arguments(
         metavar="URL",
         help="where to send OpenTelemetry spans by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; needs kvferry[otel] "
         "(default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; without either, requests are not traced)",
-    )
-    group.add_argument(
-        "--launcher-fd",
-        type=int,
-        default=-1,
-        metavar="FD",
-        help="inherited socket for reports to a launcher; the process ends when the other end closes (default: no launcher)",
     )
     add_access_arguments(parser)
 

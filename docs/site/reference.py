@@ -23,7 +23,7 @@ from kvferry.cli.programs import PROGRAMS
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.transports.checked import Refused, record
-from kvferry.transports.network import NetworkOptions
+from kvferry.transports.network import NetworkOptions, PlaintextOptions
 from kvferry.transports.options import option_names
 from kvferry.transports.registry import BUILT_IN, load_transport
 from kvferry.transports.serving import HandshakeOptions
@@ -156,8 +156,10 @@ def configuration() -> str:
         _NETWORK_HEAD,
         option_table(NetworkOptions, without=HandshakeOptions),
     ]
+    parts += ["## `ucx` and `nixl`", option_table(PlaintextOptions, without=NetworkOptions)]
     for scheme, cls in TRANSPORTS.items():
-        base = next((kind for kind in (NetworkOptions, HandshakeOptions) if issubclass(cls, kind)), None)
+        bases = (PlaintextOptions, NetworkOptions, HandshakeOptions)
+        base = next((kind for kind in bases if issubclass(cls, kind)), None)
         parts += [f"## `{scheme}`", option_table(cls, without=base)]
     return "\n\n".join(parts) + "\n"
 

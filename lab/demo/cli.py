@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import NoReturn
 
 from ...web.files import text_of
 from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL
+from ..node.cli import configure as configure_node
 from ..node.options import DEFAULT_CONNECTOR, add_option, connector_options, words_of
 from ..servers import KVFERRY, VLLM_ARGUMENTS
 from .display import say
@@ -61,14 +64,17 @@ PARTS = ("questions", "load")
 #: Options about the connector, passed to the prefill node and the decode node.
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
 #: Options passed to every node.
-NODE_OPTIONS = (
-    *("model", "layout", "page-order", "block-size", "num-blocks", "max-num-batched-tokens"),
-    *("dtype", "device", "threads"),
-)
-#: Options of every node that `vllm serve` has as well, and that the demo passes on to it.
-VLLM_OPTIONS = ("max-num-batched-tokens",)
-#: Options that one node of the pair can have for itself.
-OWN_OPTIONS = ("tensor-parallel-size", "layout", "page-order", "block-size")
+NODE_OPTIONS = ("model", "device")
+#: Options with further arguments, and the nodes that get them.
+ARGUMENTS = {
+    "serve-args": "every node, as of kvferry serve or vllm serve: --serve-args='--threads 2'",
+    "prefill-args": "the prefill node alone",
+    "decode-args": "the decode node alone",
+}
+#: What every node gets before the user's arguments, which override it.
+DEFAULT_ARGUMENTS = ("--max-num-batched-tokens", str(DEFAULT_CHUNK_TOKENS))
+#: The same for nodes of the reference engine.
+REFERENCE_ARGUMENTS = ("--num-blocks", str(DEFAULT_NUM_BLOCKS), *DEFAULT_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,8 @@ class DemoOptions:
         parts: Of `PARTS`, those that are shown.
         concurrency: Prompts in flight at once.
         pair_arguments: Options about the connector for the prefill and the decode node.
-        own_arguments: Options of the prefill node alone, and of the decode node alone.
-        node_arguments: Options of every node.
+        own_arguments: Arguments of the prefill node alone, and of the decode node alone.
+        node_arguments: Arguments of every node.
         dtype, device: As in `EngineSettings`. Near-ties depend on them.
     """
 
@@ -105,7 +111,6 @@ class DemoOptions:
     keep: bool
     parts: tuple[str, ...]
     concurrency: int
-    start_timeout_s: float
     pair_arguments: tuple[str, ...]
     own_arguments: tuple[tuple[str, ...], tuple[str, ...]]
     node_arguments: tuple[str, ...]
@@ -146,6 +151,20 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         raise StartupError(f"cannot write --json {str(options.json)!r}: its folder does not exist")
     if is_vllm := options.engine == "vllm":
         _require_options_of_vllm(options)
+    every, *own = (_words(options, name) for name in ARGUMENTS)
+    node_arguments = (
+        (*VLLM_ARGUMENTS, *DEFAULT_ARGUMENTS, *every)
+        if is_vllm
+        else (*words_of(options, NODE_OPTIONS), *REFERENCE_ARGUMENTS, *every)
+    )
+    if is_vllm:
+        layout, dtype = "vLLM's", _dtype_of_vllm(node_arguments)
+    else:
+        _, decode = (
+            _read_as_node(f"--{role}-args", (*node_arguments, *words))
+            for role, words in zip(("prefill", "decode"), own, strict=True)
+        )
+        layout, dtype = decode.layout, decode.dtype
     # A user's own prompt is continued as it is, and asked once unless the user wants otherwise.
     is_default = not options.prompt and options.prompt_file is None
     is_chat = is_default and options.model == DEFAULT_MODEL
@@ -157,22 +176,16 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         max_tokens=options.max_tokens,
         router=options.router,
         connector=options.connector,
-        layout="vLLM's" if is_vllm else options.decode_layout or options.layout,
+        layout=layout,
         model=options.model,
         json_path=options.json,
         keep=options.keep,
         parts=_parts(options, is_default),
         concurrency=options.concurrency,
-        start_timeout_s=options.start_timeout_s,
         pair_arguments=_transfer_of_vllm(options) if is_vllm else words_of(options, PAIR_OPTIONS),
-        own_arguments=(
-            words_of(options, OWN_OPTIONS, prefix="prefill-"),
-            words_of(options, OWN_OPTIONS, prefix="decode-"),
-        ),
-        node_arguments=(*VLLM_ARGUMENTS, *words_of(options, VLLM_OPTIONS))
-        if is_vllm
-        else words_of(options, NODE_OPTIONS),
-        dtype=options.dtype,
+        own_arguments=(own[0], own[1]),
+        node_arguments=node_arguments,
+        dtype=dtype,
         device=options.device,
     )
 
@@ -247,17 +260,41 @@ def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     for name in NODE_OPTIONS:
         add_option(group, name)
-    group.set_defaults(num_blocks=DEFAULT_NUM_BLOCKS, max_num_batched_tokens=DEFAULT_CHUNK_TOKENS)
-    for role, name in product(("prefill", "decode"), OWN_OPTIONS):
-        own = {"default": None, "help": f"--{name} for the {role} node alone (default: --{name})"}
-        add_option(group, name, prefix=f"{role}-", **own)
-    group.add_argument(
-        "--start-timeout-s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds that the nodes have to get ready (default: %(default)g)",
-    )
+    for name, whose in ARGUMENTS.items():
+        group.add_argument(f"--{name}", default="", metavar="ARGS", help=f"further arguments of {whose}")
+
+
+def _words(options: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """Split the arguments for nodes as a shell does."""
+    text: str = getattr(options, name.replace("-", "_"))
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise StartupError(f"--{name} {text!r}: {error}") from None
+
+
+class _NodeParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise StartupError(f"{self.prog}: {message}")
+
+
+def _read_as_node(option: str, words: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments of a node.
+
+    Raises:
+        StartupError: a node would refuse them. The message names `--serve-args` and `option`, which may have them.
+    """
+    parser = _NodeParser(prog=f"--serve-args or {option}", allow_abbrev=False, add_help=False)
+    configure_node(parser)
+    return parser.parse_args(words)
+
+
+def _dtype_of_vllm(words: Sequence[str]) -> str:
+    """Return the dtype that these arguments of `vllm serve` name last."""
+    parser = _NodeParser(prog="--serve-args", allow_abbrev=False, add_help=False)
+    add_option(parser.add_argument_group(), "dtype")
+    dtype: str = parser.parse_known_args(words)[0].dtype
+    return dtype
 
 
 def _require_options_of_vllm(options: argparse.Namespace) -> None:
@@ -268,12 +305,8 @@ def _require_options_of_vllm(options: argparse.Namespace) -> None:
     """
     parser = argparse.ArgumentParser()
     configure(parser)
-    others = {
-        *NODE_OPTIONS,
-        *(f"{role}-{name}" for role, name in product(("prefill", "decode"), OWN_OPTIONS)),
-    }
     # vLLM's answers have no figures of loads. The demo reads them from the node's metrics, for one request at a time.
-    for name in sorted(others - {"model", *VLLM_OPTIONS}) + ["connector-module", "concurrency"]:
+    for name in ("device", "connector-module", "concurrency"):
         attribute = name.replace("-", "_")
         if getattr(options, attribute) != parser.get_default(attribute):
             raise StartupError(f"cannot use --{name} with --engine vllm; leave it out")

@@ -36,6 +36,8 @@ from .report import (
 )
 from .vllm_server import ask_pair
 
+#: Seconds that the nodes have to get ready.
+START_TIMEOUT_S = 600.0
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0
 #: Seconds between two looks at the processes that `--keep` leaves running.
@@ -74,7 +76,7 @@ def _exit_status_of(program: str, read_options: Callable[[], DemoOptions]) -> in
         status = _run(options) if "questions" in options.parts else 0
         if "load" in options.parts and status == 0:
             arguments = (*options.pair_arguments, *options.node_arguments)
-            status = 0 if show_load(arguments, DEFAULT_PROMPTS[1], options.start_timeout_s) else 1
+            status = 0 if show_load(arguments, DEFAULT_PROMPTS[1], START_TIMEOUT_S) else 1
         return status
     except (StartupError, LaunchError) as error:
         say(f"{program}: error: {error}")
@@ -228,7 +230,7 @@ def _start(
     )
     single = _start_node(launcher, options, "single", *options.node_arguments)
     with Elapsed("starting the nodes") as waiting:
-        launcher.wait_listening([prefill, decode], options.start_timeout_s)
+        launcher.wait_listening([prefill, decode], START_TIMEOUT_S)
         routers = {
             way: _start_router(launcher, prefill, decode, options, way, *admin) for way in options.ways
         }
@@ -239,7 +241,7 @@ def _start(
             late.remove(process)
             waiting.update("waiting for the " + " and the ".join(each.name for each in late))
 
-        launcher.wait_ready(list(late), options.start_timeout_s, note_ready)
+        launcher.wait_ready(list(late), START_TIMEOUT_S, note_ready)
     say("each router serves a page that shows its nodes and requests:")
     _say_pages(routers)
     return routers, decode, single

@@ -48,7 +48,6 @@ class NodeOptions:
 
     Attributes:
         role: `prefill`, `decode`, `both` or `single`, for logs.
-        launcher_fd: Descriptor of the launcher's socket; negative if there is no launcher.
         drain_delay_s: Seconds for which a drain still accepts requests.
         drain_timeout_s: Seconds to finish answers and to deliver offers after a signal to stop.
         limits: Limits on clients.
@@ -63,7 +62,6 @@ class NodeOptions:
     host: str
     port: int
     log_level: str
-    launcher_fd: int
     drain_delay_s: float
     drain_timeout_s: float
     limits: ConnectionLimits
@@ -110,7 +108,6 @@ def options_of(options: argparse.Namespace) -> NodeOptions:
         options.host,
         port,
         options.log_level,
-        options.launcher_fd,
         options.drain_delay_s,
         options.drain_timeout_s,
         limits,

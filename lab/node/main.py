@@ -46,7 +46,7 @@ def _run(options: NodeOptions) -> None:
         sys.path.append(os.getcwd())
     set_up_logging(options.log_level, options.role, options.log_format)
     set_up_tracing(options.otlp_traces_endpoint, options.role)
-    link = open_link(options.launcher_fd)
+    link = open_link()
     try:
         # Importing PyTorch takes seconds. Report a wrong option or a port in use before that.
         if options.settings.kv_transfer is not None:

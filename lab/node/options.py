@@ -86,17 +86,17 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def add_option(group: argparse._ArgumentGroup, name: str, *, prefix: str = "", **changes: Any) -> None:
-    """Add `--name`, or `--{prefix}name`, as a node has it, with `changes` to its declaration."""
-    group.add_argument(f"--{prefix}{name}", **{**_OPTIONS[name], **changes})
+def add_option(group: argparse._ArgumentGroup, name: str) -> None:
+    """Add `--name` as a node has it."""
+    group.add_argument(f"--{name}", **_OPTIONS[name])
 
 
-def words_of(options: argparse.Namespace, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:
+def words_of(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, ...]:
     """Return the command line words that pass the given options on to a node."""
 
     def words() -> Iterator[str]:
         for name in names:
-            given = getattr(options, f"{prefix}{name}".replace("-", "_"))
+            given = getattr(options, name.replace("-", "_"))
             for value in given if isinstance(given, list) else [given]:
                 if value is not None:
                     yield from (f"--{name}", str(value))

@@ -135,13 +135,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"ways to use the nodes: {', '.join(WAYS)} (default: all)",
     )
     how.add_argument(
-        "--max-nodes",
-        type=int,
-        default=64,
-        metavar="N",
-        help="largest number of nodes to try (default: %(default)s)",
-    )
-    how.add_argument(
         "--plot", type=Path, metavar="FILE", help="write goodput by number of nodes and way, as SVG"
     )
     how.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -28,6 +28,8 @@ class HopelessError(Exception):
     """No number of nodes keeps the limits."""
 
 
+#: Largest number of nodes to try.
+MAX_NODES: Final = 64
 _COLOURS: Final = ("#4269d0", "#efb118", "#ff725c")
 
 
@@ -71,7 +73,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("rate", "ttft_limit_ms", "itl_limit_ms"):
         if not (math.isfinite(value := getattr(arguments, name)) and value > 0):
             raise wrong("--" + name.replace("_", "-"), value, "must be a number greater than 0")
-    for name in ("requests", "max_nodes", "max_num_batched_tokens", "max_num_seqs"):
+    for name in ("requests", "max_num_batched_tokens", "max_num_seqs"):
         if (value := getattr(arguments, name)) < 1:
             raise wrong("--" + name.replace("_", "-"), value, "must be at least 1")
     if not 0 < arguments.share <= 1:
@@ -131,7 +133,7 @@ def _plan(arguments: argparse.Namespace, costs: Costs) -> int:
         raise HopelessError(_hopeless(arguments, arrivals, costs, len(possible) / len(arrivals)))
     found: dict[str, list[Result]] = {}
     for way in arguments.ways:
-        for result in search(way, arrivals, costs, limits, arguments.share, arguments.max_nodes):
+        for result in search(way, arrivals, costs, limits, arguments.share, MAX_NODES):
             say(f"{result.way}: {result.num_nodes} nodes keep the limits for {result.share:.1%}")
             found.setdefault(way, []).append(result)
     least = {
@@ -180,7 +182,7 @@ def _told(
     )
     for way, result in least.items():
         if result is None:
-            lines.append(f"{way}: {arguments.max_nodes} nodes do not keep a {wanted}")
+            lines.append(f"{way}: {MAX_NODES} nodes do not keep a {wanted}")
         else:
             nodes = "node keeps" if result.num_nodes == 1 else "nodes keep"
             lines.append(f"{result.way}: {result.num_nodes} {nodes} a {wanted}")

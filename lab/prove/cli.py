@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .presets import PRESETS
+from .presets import PRESETS, SERVERS
 from .rows import ROWS
 
 DESCRIPTION = """\
@@ -26,9 +26,9 @@ examples:
   kvferry prove --preset nixl --only kill-prefill         one row
   kvferry prove --only kill-prefill/loading --repeats 50  one cell
   kvferry prove --model ~/models/qwen --dtype bfloat16 --serve-args '--gpu-memory-utilization 0.3' \\
-      --prefill-env CUDA_VISIBLE_DEVICES=0 --decode-env CUDA_VISIBLE_DEVICES=1 --alone-env CUDA_VISIBLE_DEVICES=2
+      --env prefill:CUDA_VISIBLE_DEVICES=0 decode:CUDA_VISIBLE_DEVICES=1 alone:CUDA_VISIBLE_DEVICES=2
   kvferry prove --transfer-config @mine.json --lease-s 30 another connector
-  kvferry prove --preset nixl --prefill-url http://a:8000 --decode-url http://b:8000 --alone-url http://c:8000
+  kvferry prove --preset nixl --url prefill=http://a:8000 decode=http://b:8000 alone=http://c:8000
 
 exit status: 0 if no cell has wrong tokens, a hang, a dead server or a leak; 1 if one has; 2 if the command line is wrong.
 """
@@ -53,7 +53,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "{side}, {port} and {folder} are replaced by the "
         "name of the server, a port that it keeps, and a folder that all share",
     )
-    what.add_argument("--name", default="", help="name of the connector in the table (default: the preset's)")
     what.add_argument(
         "--lease-s",
         type=float,
@@ -85,16 +84,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=20, metavar="N", help="runs of each cell (default: %(default)s)"
     )
     how.add_argument(
-        "--minutes",
-        type=float,
-        default=0.0,
-        metavar="M",
-        help="begin nothing new after this time (default: no limit)",
-    )
-    how.add_argument(
         "--short",
         action="store_true",
-        help="as --repeats 5 --minutes 10; slow rows come last and are tried less often",
+        help="as --repeats 5, and begin nothing new after 10 minutes; slow rows come last and are tried less often",
     )
     how.add_argument(
         "--seed",
@@ -117,12 +109,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder or name; tiny is a random one that is written (default: %(default)s)",
     )
     servers.add_argument(
-        "--other-model",
-        default="",
-        metavar="FOLDER",
-        help="the same model with other weights (default: a copy with one tensor changed)",
-    )
-    servers.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
@@ -137,39 +123,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     servers.add_argument(
         "--serve-args", default="", metavar="ARGS", help="further arguments of every server, in quotes"
     )
-    for side in ("prefill", "decode", "alone"):
-        servers.add_argument(
-            f"--{side}-env",
-            nargs="+",
-            default=[],
-            metavar="NAME=VALUE",
-            help=f"variables for the {side} server",
-        )
-    for side in ("prefill", "decode", "alone"):
-        servers.add_argument(
-            f"--{side}-url",
-            default="",
-            metavar="URL",
-            help=f"use this {side} server, which runs already; rows that need its process are left out",
-        )
     servers.add_argument(
-        "--router-url",
-        default="",
-        metavar="URL",
-        help="router or proxy in front of the pair (default: start kvferry router)",
+        "--env",
+        nargs="+",
+        default=[],
+        metavar="[SIDE:]NAME=VALUE",
+        help=f"variables for the server of a SIDE ({', '.join(SERVERS)}), or for all of them",
+    )
+    servers.add_argument(
+        "--url",
+        nargs="+",
+        default=[],
+        metavar="SIDE=URL",
+        help="use these servers, which run already; rows that need their processes are left out; router=URL: a router or proxy "
+        "in front of the pair (default: start kvferry router)",
     )
     servers.add_argument(
         "--served-model-name",
         default="model",
         metavar="NAME",
         help="name of the model on servers that run already (default: %(default)s)",
-    )
-    servers.add_argument(
-        "--start-s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds that a server may take to start (default: %(default)s)",
     )
     out = parser.add_argument_group("results")
     out.add_argument(
@@ -178,5 +151,3 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="results.json, table.md, table.html and logs; runs that are there are kept (default: %(default)s)",
     )
-    out.add_argument("--json", action="store_true", help="print JSON instead of Markdown at the end")
-    out.add_argument("--table", action="store_true", help="try nothing; print what --out has")

@@ -23,7 +23,7 @@ from kvferry.transports.errors import ConfigurationError
 from .client import ENCODER_USAGE, LOADED, LOADED_IMAGES, USAGE, Asking, Client, Form
 from .models import TOKENS, write_other_weights
 from .outcomes import Expected, Outcome, Reply, Rest, Verdict, judge
-from .presets import Connector, Places, with_places
+from .presets import SERVERS, Connector, Places, with_places
 
 #: Arguments of every server that the kit starts. The pool is small, so that blocks are soon used again.
 ARGUMENTS: Final = ("--num-gpu-blocks-override", "96", "--max-model-len", "2048", "--max-num-seqs", "8")
@@ -74,10 +74,10 @@ class Settings:
         environments: Side, or `alone` → further variables.
         model: A folder or a name; `tiny` has been replaced by a folder.
         model_name: The name by which servers of `urls` know the model.
-        other_model: A model with other weights; None: it is made.
         router_url: A router or proxy in front of the pair; empty: `kvferry router` is started.
         folder: Where logs, models and shared files go.
         deadline_s: An answer that takes longer is a hang.
+        start_s: Seconds that a server may take to start.
         tolerance: Two logits that differ by less are a near-tie.
     """
 
@@ -91,7 +91,6 @@ class Settings:
     serve_command: Sequence[str] = ()
     serve_arguments: Sequence[str] = ()
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    other_model: Path | None = None
     router_url: str = ""
     deadline_s: float = 40.0
     start_s: float = 600.0
@@ -201,7 +200,7 @@ class Lab:
         if not url:
             if self.settings.connector.encodes or self.settings.connector.load:
                 raise NotApplicableError(
-                    "needs a router or proxy that asks such servers, which `kvferry router` does not: give --router-url"
+                    "needs a router or proxy that asks such servers, which `kvferry router` does not: give --url router=URL"
                 )
             if self._router is None:
                 self.say("starting kvferry router")
@@ -230,10 +229,7 @@ class Lab:
             model = Path(self.settings.model)
             folder = self.settings.folder / "other" / model.name
             folder.parent.mkdir(exist_ok=True)
-            if self.settings.other_model is None:
-                write_other_weights(model, folder, is_encoder=self.settings.connector.encodes)
-            elif not folder.exists():
-                folder.symlink_to(self.settings.other_model.absolute())
+            write_other_weights(model, folder, is_encoder=self.settings.connector.encodes)
             self._other = folder
         return self._other
 
@@ -498,14 +494,24 @@ class OfferError(Exception):
         self.reply = reply
 
 
-def parse_environment(words: Sequence[str], option: str) -> dict[str, str]:
-    """Read `NAME=VALUE` words. Raises ConfigurationError: one of them has no `=`."""
-    found = {}
+def parse_environments(words: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Read the words of `--env`: server → variables.
+
+    Raises:
+        ConfigurationError: a word is not NAME=VALUE, with or without a side and a colon before it.
+    """
+    found: dict[str, dict[str, str]] = {side: {} for side in SERVERS}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigurationError(f"{option} must be NAME=VALUE, got {word!r}", key=option, value=word)
-        found[name] = value
+        side, colon, own = name.rpartition(":")
+        if not equals or (colon and side not in SERVERS):
+            raise ConfigurationError(
+                f"--env must be NAME=VALUE, or SIDE:NAME=VALUE with one of {', '.join(SERVERS)}; got {word!r}",
+                key="--env",
+                value=word,
+            )
+        for each in (side,) if colon else SERVERS:
+            found[each][own] = value
     return found
 
 

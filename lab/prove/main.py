@@ -26,16 +26,15 @@ from kvferry.lab.servers import Launcher, LaunchError
 from kvferry.transports.checked import printable
 from kvferry.transports.errors import ConfigurationError
 
-from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerError, parse_environment
+from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerError, parse_environments
 from .models import write_tiny_image_model, write_tiny_model
 from .outcomes import BAD, Outcome, Verdict
-from .presets import Connector, connector_of
+from .presets import SERVERS, Connector, connector_of
 from .results import Results, Target, html, markdown
 from .rows import AFTERWARDS, ROWS, Row, judge_rest_of
 
 SHORT_REPEATS: Final = 5
 SHORT_MINUTES: Final = 10.0
-_SIDES: Final = ("prefill", "decode", "alone")
 _INTERRUPTED: Final = 130
 
 
@@ -50,23 +49,21 @@ def run(arguments: argparse.Namespace, program: str = "kvferry prove") -> int:
 
 def _run(arguments: argparse.Namespace, program: str) -> int:
     folder = Path(arguments.out).absolute()
-    if arguments.table:
-        return _tell(arguments, Results(folder), folder)
     connector = connector_of(
         arguments.preset,
         arguments.transfer_config,
-        arguments.name,
         arguments.lease_s,
         False if arguments.no_params else None,
     )
     wanted = select(arguments.only, arguments.skip)
-    urls = _urls(arguments)
+    urls = urls_of(arguments.url)
+    router_url = urls.pop("router", "")
     if not urls:
         _require(connector, arguments)
     elif connector.load:
         raise ConfigurationError(
             f"--preset {connector.name} needs servers that the kit starts, because requests name a port of theirs: "
-            "leave out --prefill-url, --decode-url and --alone-url",
+            "leave out --url",
             key="--preset",
             value=connector.name,
         )
@@ -77,16 +74,16 @@ def _run(arguments: argparse.Namespace, program: str) -> int:
     target.about, target.transfer = connector.about, connector.transfer
     target.command = command(program, arguments)
     if arguments.short:
-        arguments.repeats, arguments.minutes = SHORT_REPEATS, SHORT_MINUTES
+        arguments.repeats = SHORT_REPEATS
     status = 0
     try:
         with _interruptible(), Launcher(logs=folder / "logs") as launcher:
-            settings = _settings(arguments, connector, folder, urls)
+            settings = _settings(arguments, connector, folder, urls, router_url)
             _try(settings, launcher, arguments, wanted, results, target)
     except KeyboardInterrupt:
         print("\ninterrupted: all servers have ended; what is complete:", file=sys.stderr)
         status = _INTERRUPTED
-    return _tell(arguments, results, folder) or status
+    return _tell(results, folder) or status
 
 
 def select(only: Sequence[str], skip: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -122,17 +119,30 @@ def _row(name: str, option: str) -> Row:
     return ROWS[name]
 
 
-def _urls(arguments: argparse.Namespace) -> dict[str, str]:
-    urls = {side: getattr(arguments, f"{side}_url") for side in _SIDES}
-    given = {side: url for side, url in urls.items() if url}
-    if given and len(given) < len(_SIDES):
-        missing = next(side for side in _SIDES if not urls[side])
+def urls_of(words: Sequence[str]) -> dict[str, str]:
+    """Read the words of `--url`: side → URL.
+
+    Raises:
+        ConfigurationError: a word is not SIDE=URL, or some servers are named and others are not.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        side, equals, url = word.partition("=")
+        if not equals or side not in (*SERVERS, "router"):
+            raise ConfigurationError(
+                f"--url must be SIDE=URL with one of {', '.join(SERVERS)} and router, got {word!r}",
+                key="--url",
+                value=word,
+            )
+        found[side] = url
+    missing = [side for side in SERVERS if side not in found]
+    if 0 < len(missing) < len(SERVERS):
         raise ConfigurationError(
-            f"--{missing}-url is missing: give the URLs of all three servers, or of none",
-            key=f"--{missing}-url",
-            value="",
+            f"--url {missing[0]}=URL is missing: give the URLs of all three servers, or of none",
+            key="--url",
+            value=missing[0],
         )
-    return given
+    return found
 
 
 def _require(connector: Connector, arguments: argparse.Namespace) -> None:
@@ -150,7 +160,11 @@ def _require(connector: Connector, arguments: argparse.Namespace) -> None:
 
 
 def _settings(
-    arguments: argparse.Namespace, connector: Connector, folder: Path, urls: Mapping[str, str]
+    arguments: argparse.Namespace,
+    connector: Connector,
+    folder: Path,
+    urls: Mapping[str, str],
+    router_url: str,
 ) -> Settings:
     is_tiny = arguments.model == "tiny"
     model = arguments.model
@@ -161,9 +175,7 @@ def _settings(
             else (write_tiny_model, "tiny-model")
         )
         model = str(write(folder / name))
-    environments = {
-        side: parse_environment(getattr(arguments, f"{side}_env"), f"--{side}-env") for side in _SIDES
-    }
+    environments = parse_environments(arguments.env)
     return Settings(
         connector,
         arguments.policy,
@@ -176,11 +188,9 @@ def _settings(
         [*(() if is_tiny else ("--dtype", arguments.dtype)), *shlex.split(arguments.serve_args)],
         # The other prefill server takes the place of the first one.
         {**environments, "stranger": environments["prefill"]},
-        Path(arguments.other_model) if arguments.other_model else None,
-        arguments.router_url,
+        router_url,
         arguments.deadline_s,
-        arguments.start_s,
-        tolerance_of(arguments.dtype),
+        tolerance=tolerance_of(arguments.dtype),
     )
 
 
@@ -190,12 +200,9 @@ def command(program: str, arguments: argparse.Namespace) -> str:
     left_out = {
         "only",
         "skip",
-        "minutes",
         "short",
         "seed",
         "out",
-        "json",
-        "table",
         "repeats",
         "config",
         "command",
@@ -242,7 +249,7 @@ def _try(
     target: Target,
 ) -> None:
     say = _Progress()
-    until = time.monotonic() + arguments.minutes * 60.0 if arguments.minutes else float("inf")
+    until = time.monotonic() + SHORT_MINUTES * 60.0 if arguments.short else float("inf")
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     say(f"{settings.connector.name}: {len(wanted)} rows, {arguments.repeats} runs each, --seed {seed}")
     lab = Lab(settings, launcher, say, seed)
@@ -321,21 +328,12 @@ def _interruptible() -> Iterator[None]:
 # -- what is told ------------------------------------------------------------------------------------
 
 
-def _tell(arguments: argparse.Namespace, results: Results, folder: Path) -> int:
+def _tell(results: Results, folder: Path) -> int:
     """Write and print the tables. Returns the exit status."""
-    if not results.targets:
-        raise ConfigurationError(
-            f"--out names a folder without results: {str(folder)!r}; leave out --table",
-            key="--out",
-            value=str(folder),
-        )
     text = markdown(results.targets)
     (folder / "table.md").write_text(text)
     (folder / "table.html").write_text(html(results.targets))
-    if arguments.json:
-        print((folder / "results.json").read_text())
-    else:
-        print(printable(text, keep="\n"))
+    print(printable(text, keep="\n"))
     print(printable(f"results, tables and logs: {folder}"), file=sys.stderr)
     return int(any(target.bad for target in results.targets.values()))
 

@@ -11,6 +11,8 @@ from kvferry.transports.errors import ConfigurationError
 from kvferry.web.files import text_of
 
 SIDES: Final = ("prefill", "decode", "stranger")
+#: The servers that the options name. `alone` has no connector.
+SERVERS: Final = ("prefill", "decode", "alone")
 
 #: In a configuration of the user these are replaced by the name of the side, a port that it keeps, and a folder that all share.
 PLACEHOLDERS: Final = ("{side}", "{port}", "{folder}")
@@ -285,15 +287,12 @@ PRESETS: Final[Mapping[str, Connector]] = {
 }
 
 
-def connector_of(
-    preset: str, transfer: str, name: str, lease_s: float | None, takes_params: bool | None
-) -> Connector:
+def connector_of(preset: str, transfer: str, lease_s: float | None, takes_params: bool | None) -> Connector:
     """Return the connector that the options name.
 
     Args:
         preset: A name of `PRESETS`; not used if `transfer` is given.
         transfer: A `kv_transfer_config` or `ec_transfer_config` as JSON, or a file that holds one after `@`; empty: the preset.
-        name: Its name in the table; empty: the preset's, or the connector's own.
         lease_s: Instead of the preset's.
         takes_params: Instead of the preset's.
 
@@ -312,7 +311,6 @@ def connector_of(
         )
     return replace(
         found,
-        name=name or found.name,
         takes_params=found.takes_params if takes_params is None else takes_params,
         lease_s=found.lease_s if lease_s is None else lease_s,
     )

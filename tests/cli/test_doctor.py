@@ -220,15 +220,15 @@ def test_a_library_that_ends_its_process_does_not_end_the_doctor() -> None:
 
 
 def test_bench_measures_each_shape_over_each_path(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--path", "shm", "--seconds", "0.02", "--pool-mib", "4", "--shape", "1x64", "16x64"]
+    arguments = ["--path", "shm", "--seconds", "0.02", "--shape", "1x64", "16x64"]
     assert main(["bench", *arguments]) == 0
     rows = [line.split()[0:5] for line in capsys.readouterr().out.splitlines() if line.startswith("shm")]
     assert rows == [["shm", "mapped", "1", "x", "64"], ["shm", "mapped", "16", "x", "64"]]
 
 
 def test_bench_names_a_shape_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--pool-mib", "4", "--shape", "64x64"]) == 2
-    assert "--shape='64x64' takes 4 MiB" in capsys.readouterr().err
+    assert main(["bench", "--shape", "64x64", "2048x64"]) == 2
+    assert "--shape='2048x64' takes 128 MiB, and may take 64" in capsys.readouterr().err
 
 
 class _DriverWithMemory(CudaDriverStandIn):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.lab.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
+from kvferry.web.serving import StartupError
 from tests.support.client import children_of, wait_until
 from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES
@@ -63,12 +64,8 @@ def arguments(tiny_model: Path) -> list[str]:
     return [
         "--model",
         str(tiny_model),
-        "--threads",
-        "1",
-        "--num-blocks",
-        "128",
-        "--max-num-batched-tokens",
-        "64",
+        "--serve-args",
+        "--threads 1 --num-blocks 128 --max-num-batched-tokens 64",
     ]
 
 
@@ -108,7 +105,8 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     done = run_demo(
         *arguments,
         *("--prompt-file", str(tmp_path / "prompts"), "--json", str(tmp_path / "out.json")),
-        *("--layout", layout, "--max-tokens", "5", "--concurrency", "3", "--connector", connector),
+        *("--prefill-args", f"--layout {layout}", "--decode-args", f"--layout {layout}"),
+        *("--max-tokens", "5", "--concurrency", "3", "--connector", connector),
     )
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())["requests"]
@@ -168,9 +166,26 @@ def test_a_store_of_ones_own_shows_what_it_loaded(arguments: list[str], tmp_path
 
 
 def test_each_node_of_the_pair_can_have_its_own_options() -> None:
-    options = parse_arguments(["--decode-block-size", "32", "--decode-layout", "per-layer"])
-    assert options.own_arguments == ((), ("--layout", "per-layer", "--block-size", "32"))
+    options = parse_arguments(["--decode-args", "--block-size 32 --layout per-layer"])
+    assert options.own_arguments == ((), ("--block-size", "32", "--layout", "per-layer"))
     assert options.layout == "per-layer"
+    options = parse_arguments(
+        ["--serve-args", "--dtype bfloat16 --layout per-layer", "--decode-args", "--layout uniform"]
+    )
+    assert (options.dtype, options.layout) == ("bfloat16", "uniform")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--serve-args=--no-such-option", "--serve-args or --prefill-args: unrecognized arguments"),
+        ("--decode-args=--layout diagonal", "--serve-args or --decode-args: argument --layout: invalid"),
+        ("--serve-args='", '--serve-args "\'": No closing quotation'),
+    ],
+)
+def test_arguments_that_a_node_would_refuse_are_refused(word: str, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        parse_arguments([word])
 
 
 @pytest.mark.full

@@ -190,12 +190,16 @@ def test_a_pair_that_is_kept_says_how_to_use_it_and_which_process_ended(
     assert not prefill.calls + decode.calls + router.calls
 
 
-@pytest.mark.parametrize(
-    "words", ["--threads 2", "--decode-layout per-layer", "--concurrency 2", "--dtype float16"]
-)
+@pytest.mark.parametrize("words", ["--device cuda", "--connector-module m", "--concurrency 2"])
 def test_with_vllm_an_option_that_would_do_nothing_is_refused(words: str) -> None:
     with pytest.raises(StartupError, match=f"cannot use {words.split()[0]} with --engine vllm"):
         parse_arguments(["--engine", "vllm", *words.split()])
+
+
+def test_nodes_of_vllm_get_the_arguments_of_the_user_last() -> None:
+    options = parse_arguments(["--engine", "vllm", "--serve-args", "--dtype bfloat16 --max-num-seqs 4"])
+    assert options.node_arguments[-4:] == ("--dtype", "bfloat16", "--max-num-seqs", "4")
+    assert options.dtype == "bfloat16"
 
 
 def test_nodes_of_vllm_get_the_options_of_the_connector() -> None:

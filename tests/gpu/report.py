@@ -112,8 +112,8 @@ def steps(device: str, folder: Path) -> list[Step]:
         options = ["--device", device, "--model", model, "--connector", connector]
         for repeats in NUM_REPEATS if on_gpu else (12,):
             options += ["--prompt", "The ferry carries a cache. " * repeats]
-        options += ["--dtype", "bfloat16", "--num-blocks", "1200"] if on_gpu else ["--dtype", "float32"]
-        options += ["--max-num-batched-tokens", "2048"] if on_gpu else []
+        sizes = "--dtype bfloat16 --num-blocks 1200 --max-num-batched-tokens 2048"
+        options += ["--serve-args", sizes if on_gpu else "--dtype float32"]
         command = [python, "examples/disagg_pair.py", *options]
         return Step(f"demo over {connector}", command, 75, 35, shows_output=True)
 

@@ -71,7 +71,7 @@ def test_a_node_serves_its_pool(layout: str, connector: str, make_node: Any, ref
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["uniform", "per-layer"])
 def test_the_demo_hands_over_from_gpu_memory_to_gpu_memory(layout: str, tiny_model: Any) -> None:
-    options = ["--device", "cuda", "--dtype", "float32", "--num-blocks", "60", "--layout", layout]
+    options = ["--device", "cuda", "--serve-args", f"--dtype float32 --num-blocks 60 --layout {layout}"]
     # The demo's own longer prompt does not fit into the tiny model, whose tokens are bytes.
     options += ["--prompt", "The ferry carries a cache. " * 6]
     done = subprocess.run(

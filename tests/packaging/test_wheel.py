@@ -128,10 +128,11 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [
-            *(str(Path(fresh_python).with_name("kvferry")), "demo", "--model", "../model", "--threads", "1"),
+            *(str(Path(fresh_python).with_name("kvferry")), "demo", "--model", "../model"),
             *("--prompt", "a prompt of some blocks, so that there is something to load", "--max-tokens", "2"),
             *("--connector", "LayerStoreConnector", "--connector-module", "a_connector"),
-            *("--connector-option", "folder=store", "--num-blocks", "64", "--json", "out.json"),
+            *("--connector-option", "folder=store", "--json", "out.json"),
+            *("--serve-args", "--threads 1 --num-blocks 64"),
         ],
         cwd=folder,
         env=environment,

@@ -13,6 +13,7 @@ from kvferry.cli.main import main
 from kvferry.lab.engine.progress import quiet_loading
 from kvferry.lab.prove.cli import configure
 from kvferry.lab.prove.forging import KEPT, forged, malformed
+from kvferry.lab.prove.lab import parse_environments
 from kvferry.lab.prove.main import command, select
 from kvferry.lab.prove.models import write_other_weights, write_tiny_model
 from kvferry.lab.prove.presets import PRESETS, SIDES, connector_of, with_places
@@ -90,14 +91,14 @@ def test_an_encoder_apart_has_another_option_and_a_role_per_side() -> None:
     roles = {side: preset.transfer_of(_places(side), "fail")["ec_role"] for side in SIDES}
     assert roles == {"prefill": "ec_producer", "decode": "ec_consumer", "stranger": "ec_producer"}
     assert (preset.option, PRESETS["shm"].option) == ("--ec-transfer-config", "--kv-transfer-config")
-    assert connector_of("shm", '{"ec_connector": "Mine"}', "", None, None).encodes
+    assert connector_of("shm", '{"ec_connector": "Mine"}', None, None).encodes
 
 
 def test_any_connector_can_be_given(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"kv_connector": "Mine"}')
     for text in ('{"kv_connector": "Mine"}', f"@{file}"):
-        found = connector_of("shm", text, "", 7.0, False)
+        found = connector_of("shm", text, 7.0, False)
         assert (found.name, found.lease_s, found.takes_params) == ("Mine", 7.0, False)
 
 
@@ -116,7 +117,7 @@ def test_any_connector_can_be_given(tmp_path: Path) -> None:
 )
 def test_a_wrong_connector_is_refused_by_option_and_value(preset: str, transfer: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        connector_of(preset, transfer, "", None, None)
+        connector_of(preset, transfer, None, None)
 
 
 def test_rows_and_single_cells_can_be_chosen() -> None:
@@ -153,15 +154,15 @@ def test_the_command_that_repeats_a_cell_has_every_option_that_matters() -> None
         "x",
         "--deadline-s",
         "20",
-        "--prefill-env",
-        "A=1",
+        "--env",
+        "prefill:A=1",
         "B=2",
         "--only",
         "none",
     )
     assert (
         command("kvferry prove", options)
-        == "kvferry prove --preset nixl --deadline-s 20 --prefill-env A=1 B=2"
+        == "kvferry prove --preset nixl --deadline-s 20 --env prefill:A=1 B=2"
     )
     assert command("kvferry prove", _options()) == "kvferry prove"
 
@@ -170,14 +171,25 @@ def test_errors_reach_the_user_with_status_2(tmp_path: Path, capsys: pytest.Capt
     out = ["--out", str(tmp_path / "out")]
     assert main(["prove", "--only", "nothing", *out]) == 2
     assert "--only: no row is called 'nothing'" in capsys.readouterr().err
-    assert main(["prove", "--decode-url", "http://localhost:1", *out]) == 2
-    assert "--prefill-url is missing" in capsys.readouterr().err
-    urls = [f"--{side}-url=http://localhost:1" for side in ("prefill", "decode", "alone")]
-    assert main(["prove", "--preset", "p2p", *urls, *out]) == 2
+    assert main(["prove", "--url", "decode=http://localhost:1", *out]) == 2
+    assert "--url prefill=URL is missing" in capsys.readouterr().err
+    assert main(["prove", "--url", "http://localhost:1", *out]) == 2
+    assert "--url must be SIDE=URL" in capsys.readouterr().err
+    urls = [f"{side}=http://localhost:1" for side in ("prefill", "decode", "alone")]
+    assert main(["prove", "--preset", "p2p", "--url", *urls, *out]) == 2
     assert "p2p needs servers that the kit starts" in capsys.readouterr().err
-    assert main(["prove", "--table", *out]) == 2
-    assert "a folder without results" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_variables_are_for_one_server_or_for_all() -> None:
+    assert parse_environments(["A=1", "decode:B=x=y", "decode:A=2"]) == {
+        "prefill": {"A": "1"},
+        "decode": {"A": "2", "B": "x=y"},
+        "alone": {"A": "1"},
+    }
+    for word in ("A", "decode:A", "other:A=1"):
+        with pytest.raises(ConfigurationError, match="--env must be NAME=VALUE, or SIDE:NAME=VALUE"):
+            parse_environments([word])
 
 
 def test_other_weights_differ_in_one_tensor_of_the_same_size(tmp_path: Path) -> None:

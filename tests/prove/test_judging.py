@@ -33,7 +33,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-u
 
     def run(behaviour: Behaviour, *words: str, only: tuple[str, ...] = ROWS) -> tuple[int, dict[str, Any]]:
         with running_pair(behaviour) as urls:
-            given = [word for side, url in urls.items() for word in (f"--{side}-url", url)]
+            given = ["--url", *(f"{side}={url}" for side, url in urls.items())]
             options = [
                 "--lease-s",
                 "0.2",

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.main import configure, drain_timeout_s, main
+from kvferry.web.launcher_link import LAUNCHER_VARIABLE
 from tests.support.fake_nodes import serving
 from tests.support.patience import DEADLINE_S
 
@@ -80,9 +82,10 @@ async def running(*arguments: str) -> AsyncIterator[Running]:
     async with serving(node) as node_url, aiohttp.ClientSession() as session:
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(ROUTER), "--port", "0", "--launcher-fd", str(theirs.fileno())),
+                *(sys.executable, str(ROUTER), "--port", "0"),
                 *("--prefill", node_url, "--decode", node_url, *arguments),
                 stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, LAUNCHER_VARIABLE: str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
             )
             theirs.close()

@@ -277,7 +277,7 @@ async def test_names_are_resolved_as_the_system_does() -> None:
         ),
         (["--prefill", "dns://prefill"], "'dns://prefill' is not a DNS name with a port"),
         (["--decode", "localhost"], "'localhost' is not the URL of a node"),
-        (["--dns-interval-s", "0"], "--dns-interval-s 0: it must be positive seconds"),
+        (["--check-interval-s", "0"], "--check-interval-s 0: it must be positive seconds"),
         (["--eject-s", "0"], "--eject-s 0: it must be more than 0"),
         (["--prefix-length", "0"], "--prefix-length 0: it must be at least 1"),
     ],

@@ -50,13 +50,17 @@ def test_it_says_how_many_nodes_each_way_needs_and_plots_them(
     assert found["least_nodes"]["auto"] == fewest
 
 
-def test_limits_that_no_node_keeps_are_told_and_fail(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_that_no_node_keeps_are_told_and_fail(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.lab.plan.main.MAX_NODES", 2)
+
     def told(*options: str) -> str:
         assert main(["plan", "--trace", str(trace), "--ways", "plain", *options]) == 1
         said = capsys.readouterr()
         return said.out + said.err
 
-    few = told("--ttft-limit-ms", "1500", "--max-nodes", "2")
+    few = told("--ttft-limit-ms", "1500")
     assert "2 nodes do not keep a TTFT of 1500 ms" in few
     assert "give a lower --share, or a --ttft-limit-ms above 1," in told("--ttft-limit-ms", "50")
     assert "its ITL is 29.0 ms; give a higher --itl-limit-ms" in told("--itl-limit-ms", "20")

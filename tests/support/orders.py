@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TextIO
+
+from kvferry.web.launcher_link import LAUNCHER_VARIABLE
 
 
 class Host(Protocol):
@@ -35,17 +38,16 @@ class Host(Protocol):
 def obey(make_host: Callable[[dict[str, Any]], Host]) -> None:
     """Run a host with the settings on the command line: carry out orders, and step while there is work.
 
-        python PROGRAM SETTINGS --launcher-fd DESCRIPTOR
+        KVFERRY_LAUNCHER_FD=DESCRIPTOR python PROGRAM SETTINGS
 
     Returns when the other end of the socket is shut down for writing.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("settings", type=json.loads)
-    parser.add_argument("--launcher-fd", type=int, required=True)
     arguments = parser.parse_args()
     host = make_host(arguments.settings)
     orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    with socket.socket(fileno=arguments.launcher_fd) as link:
+    with socket.socket(fileno=int(os.environ.pop(LAUNCHER_VARIABLE))) as link:
         with link.makefile("r") as incoming, link.makefile("w") as answers:
             threading.Thread(target=_read, args=(incoming, orders), daemon=True).start()
             _say(answers, {"ready": True})

@@ -1,6 +1,6 @@
 """A real vLLM engine as a child process that takes orders; see `orders.py`.
 
-    python vllm_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
+    python vllm_program.py '{"model": ..., "kv_transfer_config": {...}, ...}'
 
 The engine core runs in this process, one step at a time, so that orders can inspect its scheduler.
 """

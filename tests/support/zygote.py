@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+#: As in `kvferry.web.launcher_link`, which a zygote must not have imported.
+LAUNCHER_VARIABLE = "KVFERRY_LAUNCHER_FD"
 #: Seconds that the zygote may take for its imports on a busy machine.
 ANSWER_TIMEOUT_S = 100.0
 MAX_ORDER_BYTES = 64 << 10
@@ -160,7 +162,7 @@ def _become(descriptors: Sequence[int], order: dict[str, Any]) -> None:
         os.dup2(log, standard)
     os.close(log)
     os.chdir(order["cwd"])
-    order["arguments"] += ["--launcher-fd", str(link)]
+    os.environ[LAUNCHER_VARIABLE] = str(link)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 CHILDREN = Path(__file__).parent / "children"
 POOL_BYTES = 24 << 20
-TCP: dict[str, Any] = {"refuse_tcp": False, "tls": "tcp", "drain_s": 0.4}
+TCP: dict[str, Any] = {"refuse_tcp": False, "tls": "tcp"}
+DRAIN_S = 0.4
 
 Start = Callable[..., Peer]
 
@@ -47,7 +48,8 @@ def options() -> dict[str, Any]:
 
 
 @pytest.fixture
-def reader(options: dict[str, Any]) -> Iterator[Reader]:
+def reader(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    monkeypatch.setattr("kvferry.transports.nixl.transport.DRAIN_S", DRAIN_S)
     reader = Reader(create_transport("nixl", options), POOL_BYTES)
     yield reader
     reader.transport.close()
@@ -81,7 +83,7 @@ def test_no_byte_lands_after_a_read_from_a_stopped_owner_has_ended(reader: Reade
     owner.send_signal(signal.SIGSTOP)
     ended = reader.end_of(reader.start_read(peer_id, 0.2))
     assert isinstance(ended.error, TransferTimeoutError)
-    assert ended.seconds >= 0.2 + TCP["drain_s"]
+    assert ended.seconds >= 0.2 + DRAIN_S
     reader.memory[:] = 0
     owner.send_signal(signal.SIGCONT)
     reader.serve_for(1.5)

@@ -29,7 +29,6 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backends": "UCX,UCX", "refuse_tcp": False}, "backends"),
         ({"backends": "LIBFABRIC"}, "refuse_tcp"),
         ({"tls": "rc,tcp"}, "refuse_tcp"),
-        ({"drain_s": -1}, "drain_s"),
         ({"tsl": "rc"}, "tsl"),
     ],
 )

@@ -97,7 +97,6 @@ def test_a_malformed_address_is_named(text: str) -> None:
         ("window_slices", 0),
         ("peer_timeout_s", 0),
         ("peer_timeout_s", float("nan")),
-        ("io_threads", 0),
     ],
 )
 def test_a_bad_option_is_named(key: str, value: object) -> None:

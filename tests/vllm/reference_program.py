@@ -1,6 +1,6 @@
 """The reference engine with the same orders as a vLLM engine, so that both pass the same tests.
 
-python reference_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
+python reference_program.py '{"model": ..., "kv_transfer_config": {...}, ...}'
 """
 
 from __future__ import annotations

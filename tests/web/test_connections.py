@@ -231,7 +231,7 @@ async def test_a_header_that_is_too_large_is_answered_431_and_closed(line: bytes
         client = await here.connect()
         reply = await client.ask(HEAD + line + b"\r\n\r\n")
         assert (reply.status, reply.headers["connection"]) == (431, "close")
-        assert "--max-header-bytes" in reply.body["error"]["message"]
+        assert "header is too large" in reply.body["error"]["message"]
         assert await client.is_closed()
 
 
@@ -311,10 +311,8 @@ async def test_a_router_with_few_descriptors_keeps_serving_despite_many_idle_con
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--header-timeout-s", "0"], "--header-timeout-s 0: it must be a positive number of seconds"),
-        (["--body-timeout-s", "inf"], "--body-timeout-s inf: it must be a positive number of seconds"),
-        (["--max-connections", "0"], "--max-connections 0: it must be 1 to "),
-        (["--max-connections", "99999999"], "--max-connections 99999999: it must be 1 to "),
+        (["--max-body-bytes", "0"], "--max-body-bytes 0: it must be at least 1"),
+        (["--max-queued-requests", "-1"], "--max-queued-requests -1: it must be at least 0"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(words: list[str], message: str) -> None:
@@ -323,7 +321,7 @@ def test_limits_that_cannot_work_are_refused(words: list[str], message: str) -> 
     assert message in str(caught.value)
 
 
-def test_the_default_leaves_half_of_the_descriptors_to_handoffs() -> None:
+def test_the_limit_of_connections_leaves_half_of_the_descriptors_to_handoffs() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))

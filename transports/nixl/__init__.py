@@ -5,7 +5,7 @@ guard's word; it succeeds if the word still holds the guard's value. The owner o
 that is not one-sided, such as TCP, its agent has to answer, so readers tell the owner when to let the agent work.
 
 NIXL cannot cancel a transfer: whatever else is released or removed, its bytes still land. So a read that has timed out
-keeps its blocks until NIXL reports its end. If that takes longer than `drain_s`, or if the peer is lost, the agent that
+keeps its blocks until NIXL reports its end. If that takes longer than `DRAIN_S`, or if the peer is lost, the agent that
 talks to the peer is destroyed, which ends the read for certain, and only then is the end reported.
 
     options    options and addresses

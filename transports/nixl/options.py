@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from ..checked import integer, seconds
+from ..checked import integer
 from ..errors import ConfigurationError
 from ..network import PlainAddress, PlaintextOptions
 
@@ -26,11 +26,7 @@ class NIXLOptions(PlaintextOptions):
 
     Attributes:
         backends: NIXL's plug-ins that may move bytes, separated by commas, best first.
-        tls: UCX transports to choose from, as in `UCX_TLS`, which is the default; empty means all.
-        net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means that variable, otherwise all, or
-            `lo` alone unless `allow_plaintext`.
         refuse_tcp: Fail instead of moving bytes over TCP, where a reader that dies can abort its owner's process.
-        drain_s: Seconds that a read which timed out may take to end by itself. After that the peer's agent is destroyed.
     """
 
     scheme: ClassVar[str] = SCHEME
@@ -38,10 +34,7 @@ class NIXLOptions(PlaintextOptions):
     MAX_WINDOW_BYTES: ClassVar[int] = 16 << 30
 
     backends: str = "UCX"
-    tls: str = ""
-    net_devices: str = ""
     refuse_tcp: bool = True
-    drain_s: Annotated[float, seconds(0.0, 3600)] = 2.0
     slice_bytes: Annotated[int, integer(64 << 10)] = 16 << 20
 
     def __post_init__(self) -> None:

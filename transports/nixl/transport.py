@@ -71,6 +71,8 @@ _READING_S = 0.05
 #: Rows per READ. NIXL takes more, and its time per row is the same; this bounds the time of one call.
 _MAX_ROWS = 65536
 
+#: Seconds that a read which timed out may take to end by itself. After that the peer's agent is destroyed.
+DRAIN_S = 2.0
 _READING = Reading().encode()
 
 
@@ -346,7 +348,7 @@ class NIXLBackend(PlainStreamBackend[Connection]):
         if link.reader.stop(read):
             return True
         # Only destroying the agent ends a read with certainty, and that costs the peer. So give it some time to finish.
-        self._call_after(self._options.drain_s, lambda: self._give_up(read))
+        self._call_after(DRAIN_S, lambda: self._give_up(read))
         return False
 
     def _give_up(self, read: Read[Connection]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ..checked import integer, integers, refuse, seconds, string
+from ..checked import integer, integers, refuse, string
 from ..options import INTERNAL
 from ..serving import HandshakeOptions
 from .copier import PIECE_BYTES
@@ -29,7 +29,6 @@ class SharedMemoryOptions(HandshakeOptions):
             8 MiB is copied by one of them.
         inline_bytes: A read of at most this many bytes is copied within `start_read`, which takes less time than to wake
             a copying thread; 0 turns this off.
-        handshake_timeout_s: Any positive number of seconds.
         socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
             have no file, and are visible within one network namespace.
         allowed_uids: Users, in addition to our own, whose processes are accepted as peers.
@@ -37,6 +36,5 @@ class SharedMemoryOptions(HandshakeOptions):
 
     copy_threads: Annotated[int, integer(1, 64)] = 2
     inline_bytes: Annotated[int, integer(0, PIECE_BYTES)] = field(default=2 << 20, metadata=INTERNAL)
-    handshake_timeout_s: Annotated[float, seconds()] = 5.0
     socket_dir: Annotated[str, _folder] = ""
     allowed_uids: Annotated[Sequence[int], integers(0, 2**32 - 2, max_count=65536)] = ()

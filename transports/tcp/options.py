@@ -25,7 +25,6 @@ class TcpOptions(NetworkOptions):
 
     Attributes:
         tls: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which means on except for loopback.
-        allow_plaintext: Accept `tls="off"` beyond loopback. Anyone who can reach the port can then read the pool.
         tls_cert: File with this node's certificate, PEM, followed by intermediate certificates if there are any.
         tls_key: File with the certificate's private key, PEM, not encrypted.
         tls_ca: File with the certificates of the CA that signs the certificates of all nodes, PEM. Any node that has a
@@ -35,8 +34,6 @@ class TcpOptions(NetworkOptions):
         tls_peer_names: DNS names, separated by commas: a peer's certificate must contain one of them, whichever side
             connects. `*.example` stands for one label. Empty admits all certificates of the CA.
         checksums: Have the owner hash each slice (xxh3), and verify it before the read succeeds. TLS always verifies.
-        slice_bytes: Longest region that travels as one slice. Shorter ones share a slice of about this size.
-        window_slices: Slices that may be in flight from one peer.
         spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
             slice is in flight; twice as long after it starts a read. 0: it blocks at once.
     """
@@ -45,15 +42,12 @@ class TcpOptions(NetworkOptions):
     MAX_WINDOW_BYTES: ClassVar[int] = 128 << 20
 
     tls: Literal["auto", "on", "off"] = "auto"
-    allow_plaintext: bool = False
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
     tls_verify_host: bool = True
     tls_peer_names: str = ""
     checksums: bool = True
-    slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
-    window_slices: Annotated[int, integer(1, 64)] = 6
     spin_us: Annotated[int, integer(0, 10_000)] = field(default=200, metadata=INTERNAL)
 
     @property

@@ -24,10 +24,6 @@ class UCXOptions(PlaintextOptions):
     """Options of the transport, in addition to those of `PlaintextOptions`.
 
     Attributes:
-        tls: UCX transports to choose from, as in `UCX_TLS`; empty means all. Shared memory is never used: UCX
-            cannot survive a peer's death over it.
-        net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
-            `allow_plaintext`.
         refuse_tcp: Fail instead of moving bytes over TCP.
         rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in `UCX_RNDV_THRESH`.
             `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent at once.
@@ -39,10 +35,8 @@ class UCXOptions(PlaintextOptions):
     MAX_SLICE_BYTES: ClassVar[int] = 64 << 20
     MAX_WINDOW_BYTES: ClassVar[int] = 256 << 20
 
-    tls: str = ""
-    net_devices: str = ""
     refuse_tcp: bool = False
-    rndv_threshold: str = "auto"
+    rndv_threshold: str = field(default="auto", metadata=INTERNAL)
     spin_us: Annotated[int, integer(0, 10_000)] = field(default=200, metadata=INTERNAL)
 
     def __post_init__(self) -> None:

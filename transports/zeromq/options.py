@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 from urllib.parse import parse_qsl
 
-from ..checked import integer
 from ..network import HostPort, NetworkOptions, malformed_address
 
 SCHEME = "zeromq"
@@ -18,29 +17,20 @@ class ZeroMQOptions(NetworkOptions):
 
     Attributes:
         curve: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which means on except for loopback.
-        allow_plaintext: Accept `curve="off"` beyond loopback. Anyone who can reach the port can then read the pool.
         curve_secret_key_file: This node's CURVE secret key, 40 characters of Z85.
         curve_allowed_keys_file: The public keys of the nodes to talk to, one per line, Z85; `# ` begins a comment.
         shared_secret_file: At least 16 bytes that all nodes share, instead of the two files above.
         checksums: Have the owner hash each slice (xxh3), and verify it before it is accepted.
-        slice_bytes: Largest frame in bytes. Longer regions are cut; shorter ones share a slice of about this size.
-        window_slices: Slices that may be in flight from one peer; more are fetched when half of them have arrived.
-            Half of them should be what the link carries in a round trip; fewer slices stay in the processor's cache.
-        io_threads: Number of threads in which ZeroMQ moves bytes.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
     MAX_WINDOW_BYTES: ClassVar[int] = 64 << 20
 
     curve: Literal["auto", "on", "off"] = "auto"
-    allow_plaintext: bool = False
     curve_secret_key_file: str = ""
     curve_allowed_keys_file: str = ""
     shared_secret_file: str = ""
     checksums: bool = True
-    slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
-    window_slices: Annotated[int, integer(1, 64)] = 6
-    io_threads: Annotated[int, integer(1, 16)] = 1
 
 
 @dataclass(frozen=True)

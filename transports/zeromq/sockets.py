@@ -26,6 +26,9 @@ _PER_CONNECTION = 4
 #: Descriptors that are held back. At most this many refused connections can be closing at a time.
 _NUM_HELD = 8
 
+#: The threads of libzmq that move bytes.
+_NUM_THREADS = 1
+
 #: libzmq does not reliably signal that a peer's queue has room again. While messages are queued here, look this often.
 _RETRY_S = 0.002
 
@@ -72,12 +75,11 @@ class Sockets:
         libzmq starts them with the first socket, and aborts the process if it has no descriptor for one of them. So
         open that socket here, where the reserve lends enough.
         """
-        num_threads = self._options.io_threads
-        context: Context = zmq.Context(io_threads=num_threads)
+        context: Context = zmq.Context(io_threads=_NUM_THREADS)
         try:
             # Each socket takes at least one descriptor, so the limit of descriptors is then the only limit.
             context.set(zmq.MAX_SOCKETS, max(1023, min(descriptor_limit(), context.get(zmq.SOCKET_LIMIT))))
-            with self._reserve.lent(2 * num_threads + 6, "cannot start libzmq"):
+            with self._reserve.lent(2 * _NUM_THREADS + 6, "cannot start libzmq"):
                 context.socket(zmq.PAIR).close()
         except BaseException:
             context.destroy(linger=0)

@@ -248,7 +248,7 @@ def _refusal(connection: Connection) -> VersionMismatchError | None:
 class ZeroMQTransport(HostTransport):
     """Peers over TCP, on this host or another. See the package for how a read works.
 
-    The owner's thread does all work except libzmq's own (`io_threads`). In an asyncio program give it an executor of one
+    The owner's thread does all work except libzmq's own. In an asyncio program give it an executor of one
     thread: `await loop.run_in_executor(owner, endpoint.wait_events, 0.1)`.
 
     Args:
