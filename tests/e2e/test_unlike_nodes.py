@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, wait_until
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 TEXT = "A ferry takes what others have packed; it does not open the boxes. " * 4
-SMALL_BLOCKS = ("--block-size", "16", "--layout", "uniform", "--page-order", "NHD")
-LARGE_BLOCKS = ("--block-size", "32", "--layout", "per-layer", "--page-order", "HND")
+SMALL_BLOCKS = ("--block-size", "16", "--layout", "uniform")
+LARGE_BLOCKS = ("--block-size", "32", "--layout", "per-layer")
+#: `kvferry serve`, whose pages have heads first.
+HEADS_FIRST = str(Path(__file__).parent / "children" / "heads_first.py")
 MODELS = {
     "tiny": ("--threads", "1", "--num-blocks", "128"),
     "smollm2": ("--dtype", "float32", "--num-blocks", "128"),
@@ -39,8 +42,11 @@ def nodes(spawn: Spawn, model: str, tiny_model: Any, transport: str) -> Iterator
         arguments += ["--model", str(tiny_model)]
     with Launcher(spawn) as launcher:
         started = [
-            launcher.start_node(name, "both", *arguments, *shape)
-            for name, shape in (("small", SMALL_BLOCKS), ("large", LARGE_BLOCKS))
+            launcher.start(name, program, "--role", "both", "--port", "0", *arguments, *shape)
+            for name, program, shape in (
+                ("small", "serve", SMALL_BLOCKS),
+                ("large", HEADS_FIRST, LARGE_BLOCKS),
+            )
         ]
         launcher.wait_ready(started, 110)
         small, large = map(Client, started)
