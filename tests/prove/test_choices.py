@@ -231,5 +231,5 @@ def test_a_model_without_local_weights_has_no_other_weights(tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match="it is no local folder"):
         write_other_weights(tmp_path / "nothing", tmp_path / "other")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match="leave out the rows"):
+    with pytest.raises(ConfigurationError, match="name other rows than other-weights"):
         write_other_weights(tmp_path / "empty", tmp_path / "other")
