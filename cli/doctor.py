@@ -35,6 +35,8 @@ exit status: 0 if everything works that was asked for, 1 if something does not, 
 """
 
 _POOL_BYTES: Final = 32 << 20
+#: Time for all measurements.
+SECONDS = 1.0
 
 #: What a read moves: four blocks of a model like Llama-3.1-8B in the uniform layout.
 _BLOCKS, _BLOCK_BYTES = 4, 2 << 20
@@ -58,12 +60,6 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--listen", metavar="HOST:PORT", help="serve the paths to doctors on other hosts, until interrupted"
     )
     add_path_options(parser)
-    parser.add_argument(
-        "--seconds",
-        type=positive,
-        default=1.0,
-        help="time in seconds for all measurements (default: %(default)s)",
-    )
     parser.add_argument(
         "--port-range",
         default="",
@@ -194,7 +190,7 @@ def _measuring(arguments: argparse.Namespace, find: Callable[[str], Path]) -> Me
 
     warn_if_busy()
     paths = [find(name) for name in arguments.path or PATHS]
-    return Measuring(paths, [Shape(_BLOCKS, _BLOCK_BYTES)], _POOL_BYTES, arguments.seconds)
+    return Measuring(paths, [Shape(_BLOCKS, _BLOCK_BYTES)], _POOL_BYTES, SECONDS)
 
 
 def warn_if_busy() -> None:

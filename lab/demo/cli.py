@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
 from ...web.files import text_of
 from ...web.serving import StartupError
@@ -74,7 +73,7 @@ ARGUMENTS = {
 #: What every node gets before the user's arguments, which override it.
 DEFAULT_ARGUMENTS = ("--max-num-batched-tokens", str(DEFAULT_CHUNK_TOKENS))
 #: The same for nodes of the reference engine.
-REFERENCE_ARGUMENTS = ("--num-blocks", str(DEFAULT_NUM_BLOCKS), *DEFAULT_ARGUMENTS)
+REFERENCE_ARGUMENTS = ("--num-blocks", str(DEFAULT_NUM_BLOCKS))
 
 
 @dataclass(frozen=True)
@@ -151,20 +150,9 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         raise StartupError(f"cannot write --json {str(options.json)!r}: its folder does not exist")
     if is_vllm := options.engine == "vllm":
         _require_options_of_vllm(options)
-    every, *own = (_words(options, name) for name in ARGUMENTS)
-    node_arguments = (
-        (*VLLM_ARGUMENTS, *DEFAULT_ARGUMENTS, *every)
-        if is_vllm
-        else (*words_of(options, NODE_OPTIONS), *REFERENCE_ARGUMENTS, *every)
-    )
-    if is_vllm:
-        layout, dtype = "vLLM's", _dtype_of_vllm(node_arguments)
-    else:
-        _, decode = (
-            _read_as_node(f"--{role}-args", (*node_arguments, *words))
-            for role, words in zip(("prefill", "decode"), own, strict=True)
-        )
-        layout, dtype = decode.layout, decode.dtype
+    first = VLLM_ARGUMENTS if is_vllm else (*words_of(options, NODE_OPTIONS), *REFERENCE_ARGUMENTS)
+    node_arguments = (*first, *DEFAULT_ARGUMENTS, *options.serve_args)
+    layout, dtype = _decode_node((*node_arguments, *options.decode_args), is_vllm=is_vllm)
     # A user's own prompt is continued as it is, and asked once unless the user wants otherwise.
     is_default = not options.prompt and options.prompt_file is None
     is_chat = is_default and options.model == DEFAULT_MODEL
@@ -183,7 +171,7 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         parts=_parts(options, is_default),
         concurrency=options.concurrency,
         pair_arguments=_transfer_of_vllm(options) if is_vllm else words_of(options, PAIR_OPTIONS),
-        own_arguments=(own[0], own[1]),
+        own_arguments=(tuple(options.prefill_args), tuple(options.decode_args)),
         node_arguments=node_arguments,
         dtype=dtype,
         device=options.device,
@@ -261,40 +249,24 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     for name in NODE_OPTIONS:
         add_option(group, name)
     for name, whose in ARGUMENTS.items():
-        group.add_argument(f"--{name}", default="", metavar="ARGS", help=f"further arguments of {whose}")
+        about = f"further arguments of {whose}"
+        group.add_argument(f"--{name}", type=shlex.split, default=[], metavar="ARGS", help=about)
 
 
-def _words(options: argparse.Namespace, name: str) -> tuple[str, ...]:
-    """Split the arguments for nodes as a shell does."""
-    text: str = getattr(options, name.replace("-", "_"))
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise StartupError(f"--{name} {text!r}: {error}") from None
-
-
-class _NodeParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise StartupError(f"{self.prog}: {message}")
-
-
-def _read_as_node(option: str, words: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments of a node.
-
-    Raises:
-        StartupError: a node would refuse them. The message names `--serve-args` and `option`, which may have them.
-    """
-    parser = _NodeParser(prog=f"--serve-args or {option}", allow_abbrev=False, add_help=False)
+def _decode_node(words: Sequence[str], *, is_vllm: bool) -> tuple[str, str]:
+    """Return the layout and the dtype of the decode node with these arguments, which a node would read alike."""
+    parser = argparse.ArgumentParser(
+        prog="--serve-args or --decode-args",
+        usage="kvferry serve OPTIONS",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    if is_vllm:
+        add_option(parser.add_argument_group(), "dtype")
+        return "vLLM's", parser.parse_known_args(words)[0].dtype
     configure_node(parser)
-    return parser.parse_args(words)
-
-
-def _dtype_of_vllm(words: Sequence[str]) -> str:
-    """Return the dtype that these arguments of `vllm serve` name last."""
-    parser = _NodeParser(prog="--serve-args", allow_abbrev=False, add_help=False)
-    add_option(parser.add_argument_group(), "dtype")
-    dtype: str = parser.parse_known_args(words)[0].dtype
-    return dtype
+    options = parser.parse_args(words)
+    return options.layout, options.dtype
 
 
 def _require_options_of_vllm(options: argparse.Namespace) -> None:

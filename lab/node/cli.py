@@ -183,7 +183,7 @@ def _add_compute_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
-    for name in ("layout", "page-order", "block-size", "num-blocks"):
+    for name in ("layout", "block-size", "num-blocks"):
         add_option(group, name)
     group.add_argument(
         "--memory-utilization",
@@ -194,12 +194,6 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--no-prefix-caching", action="store_true", help="do not reuse blocks of finished requests"
-    )
-    group.add_argument(
-        "--hash-seed",
-        default="",
-        metavar="TEXT",
-        help="seed of the block hashes (default: a random one per process)",
     )
     group.add_argument(
         "--kv-events",
@@ -239,7 +233,6 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         dtype=options.dtype,
         device=options.device,
         layout=options.layout,
-        page_order=options.page_order,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         memory_utilization=options.memory_utilization,
@@ -247,7 +240,6 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=not options.no_prefix_caching,
-        hash_seed=options.hash_seed,
         num_threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
         kv_events_endpoint=options.kv_events,

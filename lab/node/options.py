@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from ...connector.config import PageOrder
 from ...transports.checked import Refused, json_of
 from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL, DTYPES, Layout
@@ -59,11 +58,6 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "choices": get_args(Layout),
         "default": "uniform",
         "help": "layout of the pool: uniform keeps a block of all layers in one run of bytes (default: %(default)s)",
-    },
-    "page-order": {
-        "choices": get_args(PageOrder),
-        "default": "NHD",
-        "help": "order inside a page: tokens (N) or heads (H) first; nodes with different orders can pair (default: %(default)s)",
     },
     "block-size": {
         "type": int,

@@ -67,24 +67,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --measure: requests of a step, as the node was started with (default: %(default)s)",
     )
     costs.add_argument(
-        "--node-api-key-file",
-        default="",
-        metavar="FILE",
-        help=f"with --measure: file whose first line is the nodes' API key (default: the variable {NODE_KEY_VARIABLE})",
-    )
-    costs.add_argument(
-        "--node-ca-certs",
-        default="",
-        metavar="FILE",
-        help="with --measure: PEM file of the CAs that signed the certificates of https nodes (default: the CAs of the system)",
-    )
-    costs.add_argument(
         "--insecure-http",
         action="store_true",
-        help="with --measure: send the key to nodes beyond loopback over plain HTTP, too",
+        help=f"with --measure: send the key of {NODE_KEY_VARIABLE} to nodes beyond loopback over plain HTTP, too",
     )
-    # A certificate of one's own is for routers, which nodes must know.
-    parser.set_defaults(node_certfile="", node_keyfile="")
+    # Files are for routers. Here the key is that of the variable, and the CAs are those of the system.
+    parser.set_defaults(node_certfile="", node_keyfile="", node_api_key_file="", node_ca_certs="")
     load = parser.add_argument_group("the load")
     load.add_argument(
         "--trace", type=Path, metavar="FILE", help="requests of the load (default: nothing is simulated)"

@@ -78,7 +78,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="ROW[/STAGE]",
         help="only these rows or cells (default: all)",
     )
-    what.add_argument("--skip", nargs="+", default=[], metavar="ROW", help="leave these rows out")
     how = parser.add_argument_group("how often")
     how.add_argument(
         "--repeats", type=int, default=20, metavar="N", help="runs of each cell (default: %(default)s)"
@@ -113,12 +112,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="the servers' dtype, which decides what is a near-tie (default: %(default)s)",
-    )
-    servers.add_argument(
-        "--serve-command",
-        default="",
-        metavar="COMMAND",
-        help="what starts a server, before its arguments (default: this interpreter's vLLM)",
     )
     servers.add_argument(
         "--serve-args", default="", metavar="ARGS", help="further arguments of every server, in quotes"

@@ -69,7 +69,6 @@ class Settings:
 
     Attributes:
         urls: Side, or `alone` → a server that runs already; empty: the kit starts all of them.
-        serve_command: What starts a server, before its arguments.
         serve_arguments: Further arguments of every server.
         environments: Side, or `alone` → further variables.
         model: A folder or a name; `tiny` has been replaced by a folder.
@@ -88,7 +87,6 @@ class Settings:
     folder: Path
     urls: Mapping[str, str] = field(default_factory=dict)
     model_name: str = SERVED_NAME
-    serve_command: Sequence[str] = ()
     serve_arguments: Sequence[str] = ()
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     router_url: str = ""
@@ -252,13 +250,11 @@ class Lab:
 
     def _launch(self, side: str, model: str, port: int, places: Places) -> LaunchedProcess:
         settings = self.settings
-        command = settings.serve_command
-        if not command:
-            command = [sys.executable, "-P", *VLLM_SERVE[1:]]
-            if Path(model).is_dir():
-                # Some connectors compare the model's path. So servers with other weights know them by the same one.
-                command = ["env", "-C", str(Path(model).absolute().parent), *command]
-                model = Path(model).name
+        command = [sys.executable, "-P", *VLLM_SERVE[1:]]
+        if Path(model).is_dir():
+            # Some connectors compare the model's path. So servers with other weights know them by the same one.
+            command = ["env", "-C", str(Path(model).absolute().parent), *command]
+            model = Path(model).name
         arguments = list(ARGUMENTS)
         if settings.is_tiny:
             arguments += TINY_IMAGE_ARGUMENTS if settings.connector.encodes else TINY_TEXT_ARGUMENTS

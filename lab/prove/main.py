@@ -55,11 +55,11 @@ def _run(arguments: argparse.Namespace, program: str) -> int:
         arguments.lease_s,
         False if arguments.no_params else None,
     )
-    wanted = select(arguments.only, arguments.skip)
+    wanted = select(arguments.only)
     urls = urls_of(arguments.url)
     router_url = urls.pop("router", "")
     if not urls:
-        _require(connector, arguments)
+        _require(connector)
     elif connector.load:
         raise ConfigurationError(
             f"--preset {connector.name} needs servers that the kit starts, because requests name a port of theirs: "
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace, program: str) -> int:
     return _tell(results, folder) or status
 
 
-def select(only: Sequence[str], skip: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def select(only: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return row → stages to try.
 
     Raises:
@@ -95,7 +95,7 @@ def select(only: Sequence[str], skip: Sequence[str]) -> dict[str, tuple[str, ...
     found: dict[str, list[str]] = {}
     for word in only or list(ROWS):
         name, _, stage = word.partition("/")
-        row = _row(name, "--only")
+        row = _row(name)
         if stage and stage not in row.columns:
             raise ConfigurationError(
                 f"--only: the row {name!r} has no stage {stage!r}; it has {', '.join(row.columns)}",
@@ -106,15 +106,13 @@ def select(only: Sequence[str], skip: Sequence[str]) -> dict[str, tuple[str, ...
         stages += [
             each for each in ((stage,) if stage else row.stages) if each not in stages and each != AFTERWARDS
         ]
-    for name in skip:
-        found.pop(_row(name, "--skip").name, None)
     return {name: tuple(stages) for name, stages in found.items()}
 
 
-def _row(name: str, option: str) -> Row:
+def _row(name: str) -> Row:
     if name not in ROWS:
         raise ConfigurationError(
-            f"{option}: no row is called {name!r}; there are {', '.join(ROWS)}", key=option, value=name
+            f"--only: no row is called {name!r}; there are {', '.join(ROWS)}", key="--only", value=name
         )
     return ROWS[name]
 
@@ -145,15 +143,13 @@ def urls_of(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _require(connector: Connector, arguments: argparse.Namespace) -> None:
+def _require(connector: Connector) -> None:
     """Raise ConfigurationError if a package is missing that the servers need."""
-    if arguments.serve_command:
-        return
     for module in filter(None, ("vllm", connector.needs)):
         if importlib.util.find_spec(module) is None:
             raise ConfigurationError(
-                f"cannot try {connector.name!r}: the module {module!r} is not installed beside kvferry; install it, or name "
-                "another environment with --serve-command '/path/to/python -m vllm.entrypoints.openai.api_server'",
+                f"cannot try {connector.name!r}: the module {module!r} is not installed beside kvferry: install it, or "
+                "run kvferry in an environment that has it",
                 key="--preset",
                 value=connector.name,
             )
@@ -184,7 +180,6 @@ def _settings(
         folder,
         urls,
         arguments.served_model_name,
-        shlex.split(arguments.serve_command),
         [*(() if is_tiny else ("--dtype", arguments.dtype)), *shlex.split(arguments.serve_args)],
         # The other prefill server takes the place of the first one.
         {**environments, "stranger": environments["prefill"]},
@@ -199,7 +194,6 @@ def command(program: str, arguments: argparse.Namespace) -> str:
     words = program.split()
     left_out = {
         "only",
-        "skip",
         "short",
         "seed",
         "out",

@@ -183,7 +183,7 @@ def write_other_weights(model: Path, folder: Path, *, is_encoder: bool = False) 
     else:
         raise ConfigurationError(
             f"cannot make other weights of the model {str(model)!r}: no *.safetensors there has a tensor v_proj, qkv_proj, "
-            "qkv or c_attn; leave out the rows other-weights and weights-in-memory with --skip",
+            "qkv or c_attn; name other rows than other-weights and weights-in-memory with --only",
             key="--model",
             value=str(model),
         )

@@ -27,7 +27,10 @@ from kvferry.lab.moving.shapes import Shape
 from kvferry.transports.registry import BUILT_IN
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
 
-QUICK = ["--seconds", "0.02"]
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.cli.doctor.SECONDS", 0.02)
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:
@@ -108,7 +111,7 @@ def test_the_paths_of_this_machine_are_measured_and_a_broken_one_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     bad = ["--options", json.dumps({"tcp": {"window_slices": 0}})]
-    assert main(["doctor", "--path", "shm", "tcp", "--json", *QUICK, *bad]) == 1
+    assert main(["doctor", "--path", "shm", "tcp", "--json", *bad]) == 1
     found = json.loads(capsys.readouterr().out)
     shm, tcp = found["paths"]
     assert (shm["status"], shm["transport"], shm["mechanism"]) == ("ok", "shm", "mapped")
@@ -162,7 +165,7 @@ def test_a_peer_is_reached_over_the_transport_that_is_reported(
     listener: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     address, lines = listener
-    assert main(["doctor", "--peer", address, "--path", "tcp", "auto", "--json", *QUICK]) == 0
+    assert main(["doctor", "--peer", address, "--path", "tcp", "auto", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["on"] == "this host"
     tcp, auto = found["paths"]
@@ -196,7 +199,7 @@ def test_figures_of_a_busy_machine_come_with_a_warning(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert main(["doctor", "--path", "shm", "--json", *QUICK]) == 0
+    assert main(["doctor", "--path", "shm", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ok"] is True
     expected = "warning: the load average is 2.5 on 2 cores, so the figures say more about other programs"
