@@ -7,11 +7,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 from ...connector.output import KVConnectorOutput
-from ...connector.stats import KVConnectorStats
+from ...connector.stats import KVConnectorStats, TransferRecord
 from ...transports.errors import KVTransferStateError
 from .answers import Answer
 from .assembly import assemble
@@ -26,7 +27,6 @@ from .errors import (
 from .request import Request
 from .settings import EngineSettings
 from .step import StepOutcome, StepPlan
-from .transfers import RankRecords
 from .types import (
     EngineStats,
     EngineTotals,
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS_IN_A_ROW = 8
 #: Seconds to tell another node that its offer is not wanted. This takes a step, a handshake and a message.
 SETTLE_S = 1.0
+#: Most loads in flight whose records are kept. Only a connector that never ends the loads it records can exceed this.
+MAX_OPEN_LOADS = 1024
 
 
 class EngineCore:
@@ -71,7 +73,7 @@ class EngineCore:
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
         self._totals = EngineTotals()
-        self._records = RankRecords()
+        self._records = _RankRecords()
         self._transfer_health = TransferHealth()
         self._gave_up_s = -math.inf  # when a request last ended whose prompt another node offered
         self._num_failed_in_a_row = 0
@@ -340,3 +342,32 @@ class EngineCore:
             self.parts.manager.check_integrity()
         except KVTransferStateError as error:
             logger.error("the engine lost track of its blocks: %s", error)
+
+
+class _RankRecords:
+    """Keep the records of a load until all ranks have ended it."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[TransferRecord]] = {}
+
+    def take_ended(self, report: KVConnectorOutput, loading: AbstractSet[str]) -> dict[str, TransferRecord]:
+        """Take in one step's report of all ranks; return one record per load that ended in it, by request.
+
+        Args:
+            loading: Requests whose asynchronous load had not ended before this step. A load of any other request was
+                synchronous: every rank ended it in this step.
+        """
+        stats = report.kv_connector_stats
+        # A connector from outside the project may have stats of another class, which hold no records of ours.
+        for record in stats.transfers if isinstance(stats, KVConnectorStats) else ():
+            self._open.setdefault(record.request_id, []).append(record)
+        # Ranks need not end a load in the same step. `finished_recving` names it only after the last of them has.
+        unfinished = loading - report.finished_recving
+        joined = {
+            request_id: TransferRecord.joined(self._open.pop(request_id))
+            for request_id in list(self._open)
+            if request_id not in unfinished
+        }
+        while len(self._open) > MAX_OPEN_LOADS:
+            del self._open[next(iter(self._open))]
+        return joined

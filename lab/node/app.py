@@ -38,10 +38,8 @@ from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, RequestOutput
 from .fan_out import Piece, pieces_of
-from .known_answer import KnownAnswer
-from .logprobs import TokenNames
-from .metrics import NodeMetrics
-from .openai_request import ClientRequest, parse_chat, parse_completion
+from .metrics import MeasuredRequest, NodeMetrics
+from .openai_request import ClientRequest, KnownAnswer, parse_chat, parse_completion
 from .phases import Phases
 from .prompts import PromptReader
 from .replies import (
@@ -51,6 +49,7 @@ from .replies import (
     CompletionFormat,
     Envelope,
     ReplyFormat,
+    TokenNames,
     failure,
     transfer_outcome,
 )
@@ -411,7 +410,7 @@ class NodeServer:
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Generate, and on the way measure the answer and note its phases."""
         phases = Phases(generation, current_span())
-        measured = self._metrics.begin_request()
+        measured = MeasuredRequest(self._metrics)
         try:
             async with contextlib.aclosing(self._engine.generate(generation)) as outputs:
                 async for output in outputs:
@@ -434,8 +433,6 @@ class NodeServer:
         with _refusals_as_api_errors():
             async for index, output in pieces:
                 choices[index].add(output)
-                if output.finish_reason:
-                    self._metrics.observe(output.metrics)
         outcome = transfer_outcome(choices[0].last.metrics)
         headers = {"X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
         for choice in choices:
@@ -492,8 +489,6 @@ class NodeServer:
                 choices[index].has_begun = True  # the router has sent this piece
             elif output.new_token_ids or output.text_delta or output.finish_reason:
                 yield _event(envelope.chunk(choices[index], delta))
-            if output.finish_reason:
-                self._metrics.observe(output.metrics)
         if client.include_usage:
             yield _event(envelope.usage_chunk(choices))
 

@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from ...connector.stats import HandoffMetrics, KVConnectorStats, Metric
-from ..engine.types import EngineStats, RequestMetrics, RequestOutput
+from ..engine.types import EngineStats, RequestOutput
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -41,7 +41,7 @@ class NodeMetrics:
     def __init__(self, read_stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(read_stats))
-        self._ttft = Histogram(
+        self.ttft = Histogram(
             "kvferry_engine_time_to_first_token_seconds",
             "Time from a request's arrival to its first token",
             registry=self._registry,
@@ -67,15 +67,6 @@ class NodeMetrics:
             partial(Gauge, registry=self._registry),
         )
 
-    def begin_request(self) -> MeasuredRequest:
-        """Note a request that arrived now."""
-        return MeasuredRequest(self)
-
-    def observe(self, metrics: RequestMetrics) -> None:
-        """Count a request that has ended."""
-        if metrics.ttft_s > 0:
-            self._ttft.observe(metrics.ttft_s)
-
     def observe_handoffs(self, stats: KVConnectorStats) -> None:
         """Count handoffs that have ended. May be called from any thread."""
         self._handoffs.observe(stats)
@@ -86,7 +77,7 @@ class NodeMetrics:
 
 
 class MeasuredRequest:
-    """Measures one request from its arrival to its end."""
+    """Measures one request, which arrived now, to its end."""
 
     def __init__(self, metrics: NodeMetrics) -> None:
         self._metrics = metrics
@@ -102,6 +93,8 @@ class MeasuredRequest:
             self._latest = now
         if output.finish_reason:
             self._metrics.request_duration.labels(output.finish_reason).observe(now - self._arrival)
+            if output.metrics.ttft_s > 0:
+                self._metrics.ttft.observe(output.metrics.ttft_s)
 
 
 class _EngineCollector(Collector):

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...connector.p2p.params import CONTINUES, MOVE_AS
 from ...web.api_pages import fields_of
 from ...web.errors import bad_request
 from ...web.fields import Fields
 from ..engine.types import MAX_LOGPROBS, SamplingParams
-from .known_answer import KnownAnswer, take_known_answer
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -105,6 +105,31 @@ Prompt = str | tuple[int, ...] | ChatPrompt
 
 
 @dataclass(frozen=True)
+class KnownAnswer:
+    """The beginning of an answer, as other nodes chose it. They were lost in the middle of it, or drain.
+
+    A router sends it in `kv_transfer_params` as `continues`, a key that connectors ignore:
+    `{"token_ids": [...], "created": ..., "model": ...}`. The answer is then that of a single node. Its stream begins
+    after these tokens, and everything else counts and contains them. A node with another digest refuses (503): it
+    may have been restarted with another model since the router asked.
+
+    With `"move_as": NAME` the router can have the answer moved. It sends `{"move": NAME}`, and the answer stops
+    after its next token with the `finish_reason` `"moved"` and the params of an offer of its cache.
+
+    Attributes:
+        token_ids: Empty: the answer begins here.
+        created: Seconds since 1970, for all parts of the answer. None: it begins here.
+        model: Digest of the nodes that chose it. Empty: the router does not say.
+        move_as: The name by which the answer can be moved. Empty: it cannot be.
+    """
+
+    token_ids: tuple[int, ...]
+    created: int | None
+    model: str = ""
+    move_as: str = ""
+
+
+@dataclass(frozen=True)
 class ClientRequest:
     """A request's body, checked as far as possible without the model.
 
@@ -179,7 +204,7 @@ def _client_request(
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens", default_max_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens)
-    kv_transfer_params, known = take_known_answer(fields.optional_mapping("kv_transfer_params"))
+    kv_transfer_params, known = _take_known_answer(fields.optional_mapping("kv_transfer_params"))
     num_answers = fields.integer("n", 1)
     if num_answers < 1:
         raise bad_request(f"n={num_answers}: it must be at least 1", "n")
@@ -235,6 +260,30 @@ def _client_request(
         cache_salt=fields.text("cache_salt", ""),
         known=known,
     )
+
+
+def _take_known_answer(
+    params: Mapping[str, Any] | None,
+) -> tuple[Mapping[str, Any] | None, KnownAnswer | None]:
+    """Take what is known of the answer out of `kv_transfer_params`.
+
+    Returns:
+        The other params, and what a decode node is given.
+
+    Raises:
+        ApiError: A value has the wrong type (400).
+    """
+    if params is None or CONTINUES not in params:
+        return params, None
+    others = {key: value for key, value in params.items() if key != CONTINUES}
+    if (given := Fields(params).optional_mapping(CONTINUES)) is None:
+        return others, None
+    inner = Fields(given)
+    token_ids = given.get("token_ids") or []
+    if not isinstance(token_ids, list) or not all(type(each) is int for each in token_ids):
+        raise bad_request("'continues.token_ids' must be a list of integers", "kv_transfer_params")
+    created, model = inner.optional_integer("created"), inner.text("model", "")
+    return others, KnownAnswer(tuple(token_ids), created, model, inner.text(MOVE_AS, ""))
 
 
 def _refuse_unsupported(body: Mapping[str, Any], path: str, more: Mapping[str, tuple[object, ...]]) -> None:

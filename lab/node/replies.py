@@ -12,15 +12,46 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ...web.errors import ApiError
 from ..engine.types import Logprobs, RequestMetrics, RequestOutput
-from .logprobs import NameOf, chat_logprobs, completion_logprobs
 
 #: How a connector's load of the request's KV cache ended. Routers count this header, so they need not parse the answer.
 TRANSFER_HEADER = "X-KV-Transfer"
+
+
+#: Token id → what log probabilities call it: a method of `TokenNames`.
+NameOf = Callable[[int], str]
+
+
+class TokenNames:
+    """Names single tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers write a token differently at the start of a text, so tokens are decoded after another one.
+        self._before = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
+        self._num_before = len(self._decoded([]))
+        self._names: dict[int, str] = {}
+
+    def text_of(self, token_id: int) -> str:
+        """Return a token's text. A part of a character has none of its own, so return what `id_of` does."""
+        if token_id not in self._names:
+            text = self._decoded([token_id])[self._num_before :]
+            self._names[token_id] = self.id_of(token_id) if "\ufffd" in text else text
+        return self._names[token_id]
+
+    @staticmethod
+    def id_of(token_id: int) -> str:
+        """Return a name that no other token has."""
+        return f"token_id:{token_id}"
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(self._before + token_ids, skip_special_tokens=False))
 
 
 class ReplyFormat(ABC):
@@ -43,7 +74,7 @@ class ReplyFormat(ABC):
     def logprobs(
         self, name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
-        """Return a choice's `logprobs`; see `completion_logprobs`."""
+        """Return a choice's `logprobs`; see `_completion_logprobs`."""
 
 
 class CompletionFormat(ReplyFormat):
@@ -61,7 +92,7 @@ class CompletionFormat(ReplyFormat):
     def logprobs(
         self, name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
-        return completion_logprobs(name_of, token_ids, logprobs, offset)
+        return _completion_logprobs(name_of, token_ids, logprobs, offset)
 
 
 class ChatFormat(ReplyFormat):
@@ -81,7 +112,7 @@ class ChatFormat(ReplyFormat):
     def logprobs(
         self, name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
     ) -> dict[str, Any]:
-        return chat_logprobs(name_of, token_ids, logprobs)
+        return _chat_logprobs(name_of, token_ids, logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,3 +269,52 @@ def transfer_outcome(metrics: RequestMetrics) -> str:
         return "failed" if metrics.transfer.error else "loaded"
     # A connector may report no figures, but the engine knows what it loaded.
     return "loaded" if metrics.num_loaded_tokens else "none"
+
+
+def _completion_logprobs(
+    name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int
+) -> dict[str, Any]:
+    """Return the `logprobs` of a choice of `/v1/completions`.
+
+    Args:
+        logprobs: One per token.
+        offset: Characters of the choice's text before these tokens.
+    """
+    texts = [name_of(token_id) for token_id in token_ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [entries[0][1] for entries in logprobs],
+        "top_logprobs": [_by_name(name_of, entries) for entries in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _by_name(name_of: NameOf, entries: Logprobs) -> dict[str, float]:
+    # Two tokens may have the same text. The likelier one keeps it.
+    by_name: dict[str, float] = {}
+    for token_id, logprob in (*entries[1:], entries[0]):
+        by_name.setdefault(name_of(token_id), logprob)
+    return by_name
+
+
+def _chat_logprobs(name_of: NameOf, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    """Return the `logprobs` of a choice of `/v1/chat/completions`."""
+    return {
+        "content": [
+            {
+                **_named(name_of, *entries[0]),
+                "top_logprobs": [_named(name_of, *entry) for entry in entries[1:]],
+            }
+            for entries in logprobs
+        ]
+    }
+
+
+def _named(name_of: NameOf, token_id: int, logprob: float) -> dict[str, Any]:
+    name = name_of(token_id)
+    is_text = not name.startswith("token_id:")
+    return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if is_text else None}

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.lab.engine.types import EngineStats, EngineTotals, RequestMetrics, RequestOutput
-from kvferry.lab.node.metrics import NodeMetrics
+from kvferry.lab.node.metrics import MeasuredRequest, NodeMetrics
 from kvferry.router.handoffs import Handoffs
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.nodes import UpstreamNode
@@ -27,8 +27,7 @@ def node_page() -> str:
     )
     metrics = NodeMetrics(lambda: stats)
     figures = RequestMetrics(9, 1, 0, 0, 0, 0.1, RECORD)
-    metrics.observe(figures)
-    request = metrics.begin_request()
+    request = MeasuredRequest(metrics)
     for reason in (None, "stop"):
         request.observe(RequestOutput("a", (1,), "a", reason, "", None, figures))
     metrics.observe_handoffs(KVConnectorStats((RECORD,), dict.fromkeys(COUNTERS, 1)))
