@@ -1,7 +1,8 @@
 """The command `kvferry`, for people who operate nodes: `docs/command.md`.
 
-Each command is a module with `add`, which declares its options, and `run`, which returns the exit status. The modules
-import what is heavy (NumPy, transports) only in `run`, so that `kvferry --help` and `kvferry version` answer at once.
+Each command is a module with `add`, which declares its options, and `run`, which returns the exit status. The
+modules import what is heavy (NumPy, transports) only in `run`, so that `kvferry --help` and `kvferry version`
+answer at once.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def add_access(parser: argparse.ArgumentParser, *, has_admin: bool = False) -> N
 def getter(arguments: argparse.Namespace, *, is_admin: bool = False) -> Get:
     """Return what fetches the text at a URL, with the key and the CAs of the options.
 
-    The key goes to the hosts in `arguments.urls`, which the user wrote. A router's page names others, and those get it only
-    over TLS: any process that the page names would have it otherwise.
+    The key goes to the hosts in `arguments.urls`, which the user wrote. A router's page names others, and
+    those get it only over TLS: any process that the page names would have it otherwise.
 
     Args:
         is_admin: Present the key of the admin endpoints.
@@ -124,10 +124,13 @@ def _context(path: str) -> ssl.SSLContext:
 def fetch(
     url: str, timeout_s: float, body: bytes = b"", key: str = "", context: ssl.SSLContext | None = None
 ) -> str:
-    """Return the text at a URL. Redirects are not followed, and no proxy is used. With a body, which is JSON, it is a POST.
+    """Return the text at a URL.
+
+    Redirects are not followed, and no proxy is used. With a body, which is JSON, it is a POST.
 
     Raises:
-        CommandError: there is none within the time, or it is too long. The message names neither the URL nor the key.
+        CommandError: there is none within the time, or it is too long. The message names neither the URL nor
+            the key.
     """
     until = time.monotonic() + timeout_s
     try:
@@ -160,7 +163,8 @@ def _answer(
     host, port = url.hostname, url.port or (443 if is_tls else 80)
     sock = socket.create_connection((host, port), timeout=max(0.0, until - time.monotonic()))
     with ExitStack() as opened:
-        # Each byte that drips in would begin the socket's own timeout anew. Of a copy, because TLS takes the socket over.
+        # Each byte that drips in would begin the socket's own timeout anew. Of a copy, because TLS takes the
+        # socket over.
         handle = opened.enter_context(sock.dup())
         timer = threading.Timer(max(0.0, until - time.monotonic()), _cut, (handle,))
         timer.daemon = True

@@ -94,7 +94,9 @@ def long_name(action: argparse.Action) -> str:
 
 
 class _Replaced(list[object]):
-    """The file's value of an option that may be repeated. argparse copies it before it adds what the command line says."""
+    """The file's value of an option that may be repeated. argparse copies it before it adds what the command
+    line says.
+    """
 
     def __copy__(self) -> list[object]:
         return []

@@ -40,7 +40,9 @@ _INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors show the words of the command line without what would move the terminal's cursor."""
+    """A parser whose errors show the words of the command line without what would move the terminal's
+    cursor.
+    """
 
     def error(self, message: str) -> NoReturn:
         from kvferry.transports.checked import printable
@@ -114,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"kvferry: {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        # The reader of our output left, as `head` does. Python would complain again when it flushes at its exit.
+        # The reader of our output left, as `head` does. Python would complain again when it flushes at its
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:

@@ -18,7 +18,9 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def say(*lines: str, start: str = "", file: TextIO | None = None) -> None:
-    """Print lines, which may contain text of a server. No character of them moves the cursor or begins another line.
+    """Print lines, which may contain text of a server.
+
+    No character of them moves the cursor or begins another line.
 
     Args:
         start: Written first, as it is.

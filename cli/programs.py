@@ -1,7 +1,8 @@
 """`kvferry serve`, `router`, `demo`, `prove` and `plan`: the programs of other packages of kvferry.
 
-Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
-the other commands work without the extras `router` and `lab`, and none of them waits for an import that it does not use.
+Their parsers, and the packages that they need, are imported only when one of them runs or its options are
+completed. So the other commands work without the extras `router` and `lab`, and none of them waits for an
+import that it does not use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Program:
     """A command whose options and work are those of other modules of kvferry.
 
     Args:
-        options: The module whose `configure(parser)` declares the options. Importing it must not import PyTorch.
+        options: The module whose `configure(parser)` declares the options. Importing it must not import
+            PyTorch.
         work: The module whose `run(arguments, program)` does the work and returns the exit status.
         needs: The packages beyond kvferry's own dependencies that the work imports.
         install: The command that installs them, and what else it takes.

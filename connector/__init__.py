@@ -21,8 +21,8 @@ Each folder is one room:
     vllm            kvferry inside vLLM
     testing         the suites that every connector passes
 
-The connector over each built-in transport is here too, under the name of the transport's class: `SharedMemoryConnector`,
-`TcpConnector` and so on.
+The connector over each built-in transport is here too, under the name of the transport's class:
+`SharedMemoryConnector`, `TcpConnector` and so on.
 """
 
 from __future__ import annotations

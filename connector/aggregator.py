@@ -10,10 +10,11 @@ from .output import KVConnectorOutput
 class KVOutputAggregator:
     """Joins what the ranks of one node report, step after step.
 
-    A request is finished as soon as `expected_count` different ranks have named it, in one step or in several. The reason
-    why its load failed is held back until then, because other ranks may still write into its blocks, and the engine needs
-    the reason together with the end. Failed blocks are passed on at once, so that no rank uses a block that another rank
-    lacks. A hook that raised on one rank has raised for all of them: the step's tokens need every rank's part.
+    A request is finished as soon as `expected_count` different ranks have named it, in one step or in
+    several. The reason why its load failed is held back until then, because other ranks may still write into
+    its blocks, and the engine needs the reason together with the end. Failed blocks are passed on at once, so
+    that no rank uses a block that another rank lacks. A hook that raised on one rank has raised for all of
+    them: the step's tokens need every rank's part.
 
     Args:
         expected_count: Ranks that report each request, at least 1.
@@ -54,9 +55,11 @@ class KVOutputAggregator:
 
     def _merge_errors(self, joined: KVConnectorOutput, output: KVConnectorOutput) -> None:
         for request_id, reason in output.load_errors.items():
-            # A synchronous load ends with its step, and no rank reports its end. So its reason is passed on at once.
+            # A synchronous load ends with its step, and no rank reports its end. So its reason is passed on
+            # at once.
             ends_later = request_id in output.finished_recving
-            # The first reason, and the lowest rank's within one step: ranks usually fail together, for one cause.
+            # The first reason, and the lowest rank's within one step: ranks usually fail together, for one
+            # cause.
             (self._errors if ends_later else joined.load_errors).setdefault(request_id, reason)
 
     def _count(self, named: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:

@@ -1,11 +1,14 @@
-"""The contract of a connector: its two halves, what an engine shows them, and `KVConnectorBase`, which authors subclass.
+"""The contract of a connector: its two halves, what an engine shows them, and `KVConnectorBase`, which
+authors subclass.
 
-A connector runs in two places on a node. The *scheduler half* sits beside the engine's scheduler and decides which blocks
-of which request cross between nodes. The *worker half*, one per rank, moves them. They communicate only through the
-metadata that `build_connector_meta` returns in each step, and through what `get_finished` and the methods after it report.
+A connector runs in two places on a node. The *scheduler half* sits beside the engine's scheduler and decides
+which blocks of which request cross between nodes. The *worker half*, one per rank, moves them. They
+communicate only through the metadata that `build_connector_meta` returns in each step, and through what
+`get_finished` and the methods after it report.
 
-`docs/connector-contract.md` is the specification: the order of all calls, what a block table contains, and what aborts,
-preemptions and exceptions mean. The meaning of each method follows vLLM's KVConnectorBase_V1 (0.32).
+`docs/connector-contract.md` is the specification: the order of all calls, what a block table contains, and
+what aborts, preemptions and exceptions mean. The meaning of each method follows vLLM's KVConnectorBase_V1
+(0.32).
 """
 
 from __future__ import annotations
@@ -103,7 +106,8 @@ class ConnectorRequest(Protocol):
 
 
 class ScheduledRequest(Protocol):
-    """What one step computes of one request: its tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`.
+    """What one step computes of one request: its tokens `[num_computed_tokens, num_computed_tokens +
+    num_scheduled_tokens)`.
 
     The step writes their keys and values into the request's blocks. The record never changes.
     """
@@ -112,7 +116,8 @@ class ScheduledRequest(Protocol):
     def request_id(self) -> str: ...
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose keys and values are in the request's blocks before the step computes anything.
+        """Number of tokens whose keys and values are in the request's blocks before the step computes
+        anything.
 
         Tokens that this step loads synchronously are among them.
         """
@@ -123,7 +128,9 @@ class ScheduledRequest(Protocol):
 
     @property
     def block_ids(self) -> Sequence[Sequence[int]]:
-        """The request's whole block table, one list per KV cache group, including the blocks that this step fills."""
+        """The request's whole block table, one list per KV cache group, including the blocks that this step
+        fills.
+        """
 
 
 class SchedulerOutput(Protocol):
@@ -133,7 +140,10 @@ class SchedulerOutput(Protocol):
     def kv_connector_metadata(self) -> KVConnectorMetadata | None: ...
     @property
     def scheduled_requests(self) -> Sequence[ScheduledRequest]:
-        """The requests that the step computes, each once. A request that loads asynchronously is not among them."""
+        """The requests that the step computes, each once.
+
+        A request that loads asynchronously is not among them.
+        """
 
     @property
     def finished_req_ids(self) -> set[str]:
@@ -148,23 +158,28 @@ class SchedulerOutput(Protocol):
 class SchedulerHalf(ABC):
     """Decide which blocks of which request cross between nodes.
 
-    One per node, beside the engine's scheduler. It sees requests and touches no memory. A subclass must implement
-    `get_num_new_matched_tokens`, `update_state_after_alloc` and `build_connector_meta`; everything else has a default.
+    One per node, beside the engine's scheduler. It sees requests and touches no memory. A subclass must
+    implement `get_num_new_matched_tokens`, `update_state_after_alloc` and `build_connector_meta`; everything
+    else has a default.
     """
 
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:  # noqa: B027
         """Receive what the worker halves sent, by rank. Called once, before the first request."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what a router should know of this start of the node, in JSON's types. Called after `set_handshake_metadata`."""
+        """Return what a router should know of this start of the node, in JSON's types.
+
+        Called after `set_handshake_metadata`.
+        """
         return {}
 
     def on_new_request(self, request: ConnectorRequest) -> None:  # noqa: B027
         """Take note of a request that the engine accepted; no blocks are allocated yet.
 
         Raises:
-            ConnectorError: the request's `kv_transfer_params` are malformed, or its id belongs to an earlier request
-                whose transfer is not over. The engine refuses the request and does not call `request_finished` for it.
+            ConnectorError: the request's `kv_transfer_params` are malformed, or its id belongs to an earlier
+                request whose transfer is not over. The engine refuses the request and does not call
+                `request_finished` for it.
         """
 
     @abstractmethod
@@ -173,16 +188,18 @@ class SchedulerHalf(ABC):
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond `num_computed_tokens` this connector can load. Has no side effects.
 
-        Called in each step in which the request could get its first blocks, also after a preemption, until it gets them.
+        Called in each step in which the request could get its first blocks, also after a preemption, until it
+        gets them.
 
         Args:
-            num_computed_tokens: Tokens that the node's own prefix cache already holds: a multiple of the block size, and
-                less than the request's tokens. `request.num_computed_tokens` is 0.
+            num_computed_tokens: Tokens that the node's own prefix cache already holds: a multiple of the
+                block size, and less than the request's tokens. `request.num_computed_tokens` is 0.
 
         Returns:
-            `(num_tokens, is_async)`. If `num_tokens` is None, the engine asks again in a later step. If `is_async`, the
-            request waits and holds its blocks until a worker half names it in `finished_recving`. The load may contain the
-            last token only if `is_async`, and must not go beyond it.
+            `(num_tokens, is_async)`. If `num_tokens` is None, the engine asks again in a later step. If
+            `is_async`, the request waits and holds its blocks until a worker half names it in
+            `finished_recving`. The load may contain the last token only if `is_async`, and must not go beyond
+            it.
         """
 
     @abstractmethod
@@ -191,14 +208,16 @@ class SchedulerHalf(ABC):
     ) -> None:
         """Take note of the blocks that were allocated for the request.
 
-        Called whenever the request gets blocks after it waited: at its start, after an asynchronous load, and after a
-        preemption. Not called for the blocks of later chunks or of generated tokens; `build_connector_meta` sees those.
+        Called whenever the request gets blocks after it waited: at its start, after an asynchronous load, and
+        after a preemption. Not called for the blocks of later chunks or of generated tokens;
+        `build_connector_meta` sees those.
 
         Args:
-            block_ids: The request's whole block table, one list per KV cache group: blocks for the node's own prefix, for
-                the tokens to load, and, unless the load is asynchronous, for those that this step computes.
-            num_external_tokens: Tokens to load after the node's own prefix, as `get_num_new_matched_tokens` returned; 0
-                if the load is over or there was nothing to load.
+            block_ids: The request's whole block table, one list per KV cache group: blocks for the node's own
+                prefix, for the tokens to load, and, unless the load is asynchronous, for those that this step
+                computes.
+            num_external_tokens: Tokens to load after the node's own prefix, as `get_num_new_matched_tokens`
+                returned; 0 if the load is over or there was nothing to load.
 
         Raises:
             ConnectorError: the load cannot be ordered, and nothing of it was. The request fails.
@@ -207,27 +226,31 @@ class SchedulerHalf(ABC):
     def request_progressed(  # noqa: B027
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Take note that a step computed a part of the prompt, up to `request.num_computed_tokens`, but not its end.
+        """Take note that a step computed a part of the prompt, up to `request.num_computed_tokens`, but not
+        its end.
 
-        Called after each such step, before the next one is planned. If the request loses its blocks, it is computed again
-        and this is called from the beginning again; the next `build_connector_meta` gets its id in `preempted_req_ids`.
+        Called after each such step, before the next one is planned. If the request loses its blocks, it is
+        computed again and this is called from the beginning again; the next `build_connector_meta` gets its
+        id in `preempted_req_ids`.
 
         Args:
             block_ids: The request's block table so far, one list per KV cache group, with blocks for exactly
-                `request.num_computed_tokens` tokens. The engine still owns the blocks: the request may lose them in any
-                step.
+                `request.num_computed_tokens` tokens. The engine still owns the blocks: the request may lose
+                them in any step.
         """
 
     def request_stopping(self, request: ConnectorRequest) -> None:  # noqa: B027
         """Take note that the answer is to stop after the next token, so that another node can go on with it.
 
-        Called before the step that computes this token is planned. `request_finished` follows with the `finish_reason` `"moved"`,
-        unless the answer ends otherwise by then.
+        Called before the step that computes this token is planned. `request_finished` follows with the
+        `finish_reason` `"moved"`, unless the answer ends otherwise by then.
         """
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Take the orders for the worker halves in this step. Called every step; must not change its argument.
+        """Take the orders for the worker halves in this step.
+
+        Called every step; must not change its argument.
 
         If it raises, it is called once more; so forget the orders only when they are returned.
 
@@ -244,17 +267,21 @@ class SchedulerHalf(ABC):
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take note that the request is over and that its blocks are about to be freed. Called once per request.
+        """Take note that the request is over and that its blocks are about to be freed.
+
+        Called once per request.
 
         `request.finish_reason` says why. The first `request.num_computed_tokens` tokens are in the blocks.
 
         Args:
-            block_ids: The request's whole block table, one list per KV cache group; the lists are empty if it has no
-                blocks. Blocks of a load that is under way are among them, and the engine keeps those until the load ends.
+            block_ids: The request's whole block table, one list per KV cache group; the lists are empty if it
+                has no blocks. Blocks of a load that is under way are among them, and the engine keeps those
+                until the load ends.
 
         Returns:
-            `(delay_free, kv_transfer_params)`. If `delay_free`, the engine keeps the blocks until a worker half names
-            the request in `finished_sending`. The params go to the client, which passes them to the consumer.
+            `(delay_free, kv_transfer_params)`. If `delay_free`, the engine keeps the blocks until a worker
+            half names the request in `finished_sending`. The params go to the client, which passes them to
+            the consumer.
         """
         return False, None
 
@@ -303,7 +330,8 @@ class WorkerHalf(ABC):
         Args:
             kv_caches: Layer name → the layer's cache in logical order; axis 0 is kernel blocks. Layers
                 that share a cache appear under each name. The logical order of attention is (kernel block,
-                key or value, slot, head, element); of attention with one latent (kernel block, slot, element).
+                key or value, slot, head, element); of attention with one latent (kernel block, slot,
+                element).
         """
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:
@@ -327,8 +355,8 @@ class WorkerHalf(ABC):
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:  # noqa: B027
         """Stop using the blocks of requests that lose them.
 
-        The first call of a step with preemptions, before any of these blocks can be overwritten, and before the step's
-        metadata is bound. Requests that failed because a hook raised are named as well.
+        The first call of a step with preemptions, before any of these blocks can be overwritten, and before
+        the step's metadata is bound. Requests that failed because a hook raised are named as well.
         """
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -358,19 +386,21 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the loads of this step. Returns at once; called in every step, even one that computes nothing.
+        """Start the loads of this step.
+
+        Returns at once; called in every step, even one that computes nothing.
 
         Args:
-            forward_context: What the layers of this step see, `runner_mixin.ForwardContext`: layers and metadata by layer
-                name. Without layers if the step computes nothing.
+            forward_context: What the layers of this step see, `runner_mixin.ForwardContext`: layers and
+                metadata by layer name. Without layers if the step computes nothing.
         """
 
     def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027
         """Block until the layer's part of this step's *synchronous* loads is in place.
 
-        Called for each layer with a cache of its own on this rank, just before the layer writes the step's keys and
-        values; attention and recurrent layers alike. If the forward pass fails, it is called for the other layers as well.
-        Not called in a step that computes nothing.
+        Called for each layer with a cache of its own on this rank, just before the layer writes the step's
+        keys and values; attention and recurrent layers alike. If the forward pass fails, it is called for the
+        other layers as well. Not called in a step that computes nothing.
         """
 
     def save_kv_layer(  # noqa: B027
@@ -378,24 +408,26 @@ class WorkerHalf(ABC):
     ) -> None:
         """Start to save the layer's cache, which this step has written; by default do nothing.
 
-        Called for the same layers as `wait_for_layer_load`, just after the layer. The step wrote the slots of the tokens
-        that `scheduled_requests` names, and nothing else; `connector_metadata` must say which blocks these are. The rest
-        of the cache may change at any time. The blocks may be overwritten as soon as `wait_for_save` returns.
+        Called for the same layers as `wait_for_layer_load`, just after the layer. The step wrote the slots of
+        the tokens that `scheduled_requests` names, and nothing else; `connector_metadata` must say which
+        blocks these are. The rest of the cache may change at any time. The blocks may be overwritten as soon
+        as `wait_for_save` returns.
 
         Args:
-            kv_layer: The layer's whole cache with this rank's heads: the tensor that was registered under `layer_name`,
-                or the layer's part of the cross-layer cache. Axis 0 is kernel blocks: block `b` is
-                `kv_layer[b * n : (b + 1) * n]`, where `n` is `len(kv_layer) // kv_cache_config.num_blocks`.
-            attn_metadata: What the layer's attention backend was given for this step: the ragged batch of all requests,
-                with block tables and slots. Its class belongs to the backend; None for a recurrent layer. Requests are in
-                the order of `scheduled_requests`.
+            kv_layer: The layer's whole cache with this rank's heads: the tensor that was registered under
+                `layer_name`, or the layer's part of the cross-layer cache. Axis 0 is kernel blocks: block `b`
+                is `kv_layer[b * n : (b + 1) * n]`, where `n` is `len(kv_layer) //
+                kv_cache_config.num_blocks`.
+            attn_metadata: What the layer's attention backend was given for this step: the ragged batch of all
+                requests, with block tables and slots. Its class belongs to the backend; None for a recurrent
+                layer. Requests are in the order of `scheduled_requests`.
         """
 
     def wait_for_save(self) -> None:  # noqa: B027
         """Block until what `save_kv_layer` started to save may be overwritten.
 
-        Called in every step, also if it computes nothing or its forward pass failed. After a step in which a hook raised,
-        the next call also waits for what that step still loads or saves.
+        Called in every step, also if it computes nothing or its forward pass failed. After a step in which a
+        hook raised, the next call also waits for what that step still loads or saves.
         """
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -410,11 +442,15 @@ class WorkerHalf(ABC):
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the local blocks whose loads failed; no later than the `get_finished` that names their request."""
+        """Take the local blocks whose loads failed; no later than the `get_finished` that names their
+        request.
+        """
         return set()
 
     def take_load_errors(self) -> dict[str, str]:
-        """Take the reasons of failed loads, by request, for the client; with the `get_finished` that names it."""
+        """Take the reasons of failed loads, by request, for the client; with the `get_finished` that names
+        it.
+        """
         return {}
 
     def get_kv_connector_stats(self) -> Any:
@@ -427,8 +463,9 @@ class WorkerHalf(ABC):
     def failure(self) -> str:
         """Why this half can transfer nothing any more, for operators; empty while it can.
 
-        An engine asks after every step and while it is idle, and shows the answer in its health check. Requests that
-        need a transfer fail until the node is restarted: once set, this never becomes empty again.
+        An engine asks after every step and while it is idle, and shows the answer in its health check.
+        Requests that need a transfer fail until the node is restarted: once set, this never becomes empty
+        again.
         """
         return ""
 
@@ -445,7 +482,9 @@ class WorkerHalf(ABC):
 
 
 def _forwarding(connector: type[_Connector]) -> type[_Connector]:
-    """Give the class each public member of the two interfaces that it lacks: one that calls that of the half it holds."""
+    """Give the class each public member of the two interfaces that it lacks: one that calls that of the half
+    it holds.
+    """
     for interface, half in ((SchedulerHalf, "_scheduler"), (WorkerHalf, "_worker")):
         for name, member in vars(interface).items():
             if not name.startswith("_") and name not in vars(connector):
@@ -469,9 +508,10 @@ def _forward(name: str, member: Any, half: str) -> Any:
 class KVConnectorBase(SchedulerHalf, WorkerHalf):
     """A connector in one of its two roles.
 
-    A subclass returns a `SchedulerHalf` from `make_scheduler_half` and a `WorkerHalf` from `make_worker_half`. Each instance
-    holds the one of its role, and passes calls of that half's methods on to it. A class in vLLM's style, which implements the
-    methods of both halves itself, works as well; see `compat.py`.
+    A subclass returns a `SchedulerHalf` from `make_scheduler_half` and a `WorkerHalf` from
+    `make_worker_half`. Each instance holds the one of its role, and passes calls of that half's methods on to
+    it. A class in vLLM's style, which implements the methods of both halves itself, works as well; see
+    `compat.py`.
 
     Args:
         config: The node's configuration; `config.kv_transfer` is set.
@@ -480,8 +520,8 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
 
     Raises:
         KVTransferStateError: `config.kv_transfer` is None.
-        ConfigurationError: an option in `kv_connector_extra_config` is unknown or has a bad value, or the subclass
-            has no half for `role`.
+        ConfigurationError: an option in `kv_connector_extra_config` is unknown or has a bad value, or the
+            subclass has no half for `role`.
     """
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -510,12 +550,18 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
         """
 
     def make_scheduler_half(self) -> SchedulerHalf:
-        """Make the half for `KVConnectorRole.SCHEDULER`. The constructor calls this once, after it set its attributes."""
+        """Make the half for `KVConnectorRole.SCHEDULER`.
+
+        The constructor calls this once, after it set its attributes.
+        """
         half: SchedulerHalf = half_of_defaults(SchedulerHalf, type(self), KVConnectorBase)
         return half
 
     def make_worker_half(self) -> WorkerHalf:
-        """Make the half for `KVConnectorRole.WORKER`. The constructor calls this once, after it set its attributes."""
+        """Make the half for `KVConnectorRole.WORKER`.
+
+        The constructor calls this once, after it set its attributes.
+        """
         half: WorkerHalf = half_of_defaults(WorkerHalf, type(self), KVConnectorBase)
         return half
 
@@ -537,8 +583,9 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
             f"{self.role}; call it on the one that was made with KVConnectorRole.{wanted.upper()}"
         )
 
-    # Only two kinds of members are written out: those that both halves have or that this class adds to, and those that
-    # the interfaces leave abstract, so that type checkers let a subclass leave them to its half. `_forwarding` adds the rest.
+    # Only two kinds of members are written out: those that both halves have or that this class adds to, and
+    # those that the interfaces leave abstract, so that type checkers let a subclass leave them to its half.
+    # `_forwarding` adds the rest.
 
     def shutdown(self) -> None:
         self._half.shutdown()

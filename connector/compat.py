@@ -1,7 +1,8 @@
 """vLLM's style of a connector: one class that implements the methods of both halves itself.
 
-In this library a connector is two halves. A class in vLLM's style derives from `KVConnectorBase` as well, but makes no halves.
-It works all the same: its instances hold a half that has only the defaults, for the methods that the class leaves out.
+In this library a connector is two halves. A class in vLLM's style derives from `KVConnectorBase` as well, but
+makes no halves. It works all the same: its instances hold a half that has only the defaults, for the methods
+that the class leaves out.
 """
 
 from __future__ import annotations

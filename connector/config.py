@@ -68,9 +68,9 @@ class RecurrentLayerConfig:
 class ModelIdentity:
     """What the model was made of, part by part: digests, or any strings that differ when the part differs.
 
-    Peers must have equal weights, configuration and adapters. The draft model may differ: its layers are handed over only
-    between nodes that have the same one. Tokenizer and chat template may differ, because each
-    prompt's tokens are compared; the consumer logs such a difference once. See `identity/model.py`.
+    Peers must have equal weights, configuration and adapters. The draft model may differ: its layers are
+    handed over only between nodes that have the same one. Tokenizer and chat template may differ, because
+    each prompt's tokens are compared; the consumer logs such a difference once. See `identity/model.py`.
 
     Attributes:
         tokenizer: If it is empty, the tokenizer is unknown and is not compared.
@@ -96,8 +96,9 @@ class ModelConfig:
         max_model_len: Longest sequence, prompt and answer together, in tokens.
         layers: Its attention layers, in the order in which they run.
         recurrent_layers: Its recurrent layers, likewise.
-        num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks; 0 if layers
-            differ or the number is unknown. In that case no two ranks are taken to keep the same head.
+        num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks;
+            0 if layers differ or the number is unknown. In that case no two ranks are taken to keep the same
+            head.
         num_draft_kv_heads: The same for the layers of a draft model.
         num_layers: Layers that keep a cache, over all pipeline stages; 0: each rank keeps all of them.
         identity: What else must be equal on a peer, or should be.
@@ -162,8 +163,8 @@ class ParallelConfig:
     """How the model is spread over ranks.
 
     Attributes:
-        epoch: Random number of this start of the node, the same for all its ranks; 0: there is one rank, and it
-            draws the number.
+        epoch: Random number of this start of the node, the same for all its ranks; 0: there is one rank, and
+            it draws the number.
     """
 
     tensor_parallel_size: int = 1
@@ -210,7 +211,8 @@ class KVTransferConfig:
         engine_id: This node's name in the handoff protocol; unique per node, by default random.
         kv_connector_module_path: Import path of an out-of-tree connector's module; empty for registered ones.
         kv_connector_extra_config: Options of the connector; it refuses those that it does not know.
-        kv_load_failure_policy: What to do with a request whose load fails: `recompute` the prompt, or `fail` it.
+        kv_load_failure_policy: What to do with a request whose load fails: `recompute` the prompt, or `fail`
+            it.
 
     Raises:
         ConfigurationError: a value is not allowed; the error names its key.

@@ -54,14 +54,19 @@ class ContentMismatchError(ConnectorError):
 
 
 class RendezvousError(ConnectorError):
-    """The prefill request and the decode request of a rendezvous did not meet. Nothing was offered or read."""
+    """The prefill request and the decode request of a rendezvous did not meet.
+
+    Nothing was offered or read.
+    """
 
 
 class WorkerHookError(KVTransferError):
-    """Hooks of a worker half raised in a step. All hooks of the step were called, and the metadata is cleared.
+    """Hooks of a worker half raised in a step.
 
-    What the step computed is not valid, except if only `get_finished`, `get_kv_connector_stats`, `failure` or `warning`
-    raised. The tracebacks were logged.
+    All hooks of the step were called, and the metadata is cleared.
+
+    What the step computed is not valid, except if only `get_finished`, `get_kv_connector_stats`, `failure` or
+    `warning` raised. The tracebacks were logged.
 
     Attributes:
         output: The step's report; `hook_errors` says which hooks raised what.

@@ -1,9 +1,9 @@
 """Finding the class of a connector by its name.
 
-If `kv_connector_module_path` is given, the name is a class of that module. Otherwise it is, in this order: a name
-registered in this process; a built-in transport's scheme, e.g. `"shm"`, or its connector's class, e.g.
-`"SharedMemoryConnector"`; an entry point of the group `kvferry.connectors`; or the scheme of any other transport. A module
-is imported at its first use.
+If `kv_connector_module_path` is given, the name is a class of that module. Otherwise it is, in this order: a
+name registered in this process; a built-in transport's scheme, e.g. `"shm"`, or its connector's class, e.g.
+`"SharedMemoryConnector"`; an entry point of the group `kvferry.connectors`; or the scheme of any other
+transport. A module is imported at its first use.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class KVConnectorFactory:
         """Refuse a configuration from which no connector can be made, before anything expensive is done.
 
         Raises:
-            ConfigurationError: see `get_connector_class`; or the connector refuses its options. A connector without
-                a `check_options` of its own refuses them only when it is made.
+            ConfigurationError: see `get_connector_class`; or the connector refuses its options. A connector
+                without a `check_options` of its own refuses them only when it is made.
             BackendUnavailableError: the connector's own requirements are missing; the message says which.
         """
         cls.get_connector_class(kv_transfer_config).check_options(
@@ -111,15 +111,21 @@ class KVConnectorFactory:
 
 
 def connector_name(target: str) -> str:
-    """Name the connector over a transport after its class, e.g. `"UCXConnector"` for `"…ucx:UCXTransport"`."""
+    """Name the connector over a transport after its class, e.g.
+
+    `"UCXConnector"` for `"…ucx:UCXTransport"`.
+    """
     return target.partition(":")[2].removesuffix("Transport") + "Connector"
 
 
-# The functions below import what they need themselves: each import takes as long as that of this whole package.
+# The functions below import what they need themselves: each import takes as long as that of this whole
+# package.
 
 
 def built_in_schemes() -> dict[str, str]:
-    """Return the built-in transports' schemes by the two names of each connector: the scheme, and its class's name."""
+    """Return the built-in transports' schemes by the two names of each connector: the scheme, and its class's
+    name.
+    """
     from ..transports.registry import BUILT_IN
 
     by_class = {connector_name(row.target): scheme for scheme, row in BUILT_IN.items()}

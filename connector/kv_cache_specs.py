@@ -47,14 +47,18 @@ class KVCacheSpec:
         raise NotImplementedError
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
-        """Return the most bytes that one request of `config.model.max_model_len` tokens occupies in this layer, in whole pages.
+        """Return the most bytes that one request of `config.model.max_model_len` tokens occupies in this
+        layer, in whole pages.
 
         Prefill runs in chunks of at most `config.scheduler.max_num_batched_tokens` tokens.
         """
         raise NotImplementedError
 
     def first_visible_token(self, position: int) -> int:
-        """Return the oldest token that a query at `position` or later looks at. It never decreases as `position` grows."""
+        """Return the oldest token that a query at `position` or later looks at.
+
+        It never decreases as `position` grows.
+        """
         return 0
 
     @classmethod
@@ -111,7 +115,8 @@ class FullAttentionSpec(AttentionSpec):
     """Each token attends to all tokens before it.
 
     Attributes:
-        sliding_window: The window of a windowed layer that is treated as full attention; None for other layers.
+        sliding_window: The window of a windowed layer that is treated as full attention; None for other
+            layers.
         attention_chunk_size: The chunk of a chunked layer, likewise.
     """
 
@@ -123,11 +128,13 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Return the one spec of a group. A window or chunk that only some layers have is kept: it does not affect the layout.
+        """Return the one spec of a group.
+
+        A window or chunk that only some layers have is kept: it does not affect the layout.
 
         Raises:
-            ValueError: `specs` is empty, or its members differ otherwise, have different windows or chunks, or both a
-                window and a chunk.
+            ValueError: `specs` is empty, or its members differ otherwise, have different windows or chunks,
+                or both a window and a chunk.
         """
         if not specs or any(type(spec) is not cls for spec in specs):
             raise ValueError(f"layers of one group need specs of one kind, got {list(specs)}")
@@ -252,7 +259,9 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @staticmethod
     def is_uniform_type(kv_cache_specs: Iterable[KVCacheSpec]) -> bool:
-        """Return whether one block table serves all these layers: one kind, one block size, one window or chunk."""
+        """Return whether one block table serves all these layers: one kind, one block size, one window or
+        chunk.
+        """
         return len({_way_of_looking_back(spec) for spec in kv_cache_specs}) == 1
 
     def first_visible_token(self, position: int) -> int:
@@ -315,8 +324,8 @@ class KVCacheConfig:
         num_blocks: Blocks that all groups share, including the null block (block 0).
         kv_cache_tensors: Its memory; empty for a model without a cache.
         kv_cache_groups: Its block tables; empty for a model without a cache.
-        draft_layers: The layers of a draft model, if there is one. An answer's tokens do not depend on what they keep, so
-            a peer without the same draft model leaves them out.
+        draft_layers: The layers of a draft model, if there is one. An answer's tokens do not depend on what
+            they keep, so a peer without the same draft model leaves them out.
     """
 
     num_blocks: int

@@ -18,9 +18,9 @@ class KVConnectorOutput:
         kv_connector_stats: Figures since the last report.
         failure: Why this rank no longer transfers anything; see `KVConnectorBase.failure`.
         warning: What keeps some of its transfers from working; see `KVConnectorBase.warning`.
-        hook_errors: Hook of the worker half that raised in this step → what it raised, in words for a client. Then the
-            rest of the report may be incomplete; `docs/connector-contract.md` says what that means for
-            the step's requests.
+        hook_errors: Hook of the worker half that raised in this step → what it raised, in words for a client.
+            Then the rest of the report may be incomplete; `docs/connector-contract.md` says what that means
+            for the step's requests.
     """
 
     finished_sending: set[str] = field(default_factory=set)

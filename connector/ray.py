@@ -5,9 +5,10 @@
     register()
     serve.run(build_pd_openai_app({"prefill_config": ..., "decode_config": ...}))
 
-Ray's decode replica chooses a prefill replica, and asks a backend what to send to it and to its own engine. Ray's default backend
-would do, one after the other. This one asks both at once, in a rendezvous (docs/design.md), as soon as a prefill replica has
-answered once: only its answer says where its engine can be reached. docs/behind-a-router.md says more.
+Ray's decode replica chooses a prefill replica, and asks a backend what to send to it and to its own engine.
+Ray's default backend would do, one after the other. This one asks both at once, in a rendezvous
+(docs/design.md), as soon as a prefill replica has answered once: only its answer says where its engine can be
+reached. docs/behind-a-router.md says more.
 
 It is written against Ray 2.60, whose interface for backends is not public.
 """
@@ -35,19 +36,24 @@ __all__ = ["KvferryBackend", "register"]
 CONNECTOR: Final = "KvferryConnector"
 #: Prefill replicas whose places are kept. The one that was learned first is forgotten first.
 MAX_PLACES: Final = 1024
-#: How long a place is believed, in seconds. In a rendezvous Ray shows no answer of the prefill replica, so nothing else would ever
-#: replace a place that is no longer true.
+#: How long a place is believed, in seconds. In a rendezvous Ray shows no answer of the prefill replica, so
+#: nothing else would ever replace a place that is no longer true.
 PLACE_S: Final = 60.0
 #: Stands for the address of the replica's machine.
 NODE_IP: Final = "{node_ip}"
 _ENGINE: Final = "kvferry_engine_id"
-#: What the decode engine is told in the rendezvous that was begun last in this task. None: the handoff is in turn.
+#: What the decode engine is told in the rendezvous that was begun last in this task. None: the handoff is in
+#: turn.
 _claim: ContextVar[Mapping[str, Any] | None] = ContextVar("claim", default=None)
 
 
 def register() -> None:
-    """Let all processes of the cluster use `KvferryBackend` for `KvferryConnector`. Call it before `serve.run`; idempotent."""
-    # Ray remembers in this process that it is registered, perhaps in another cluster than the one of now, and refuses to repeat it.
+    """Let all processes of the cluster use `KvferryBackend` for `KvferryConnector`.
+
+    Call it before `serve.run`; idempotent.
+    """
+    # Ray remembers in this process that it is registered, perhaps in another cluster than the one of now, and
+    # refuses to repeat it.
     KVConnectorBackendFactory.unregister_backend(CONNECTOR)
     KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:{KvferryBackend.__name__}")
 
@@ -55,7 +61,8 @@ def register() -> None:
 class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
     """Shapes requests for kvferry. Ray makes one per replica."""
 
-    #: Ray chooses the prefill replica before it asks for the requests, and tells `replica_metadata` of it as `peer`.
+    #: Ray chooses the prefill replica before it asks for the requests, and tells `replica_metadata` of it as
+    #: `peer`.
     requires_peer_binding = True
 
     def __init__(self, llm_config: Any) -> None:
@@ -76,8 +83,8 @@ class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
     def setup(self) -> None:
         """Make the configuration that all replicas share that of this one.
 
-        Its engine gets an id that no other start of a replica has, and `{node_ip}` in the connector's options becomes the address of
-        the machine.
+        Its engine gets an id that no other start of a replica has, and `{node_ip}` in the connector's options
+        becomes the address of the machine.
         """
         config = self.kv_transfer_config
         self._engine_id = config["engine_id"] = f"{config.get('engine_id') or 'ray'}-{secrets.token_hex(8)}"
@@ -89,7 +96,8 @@ class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
         return {_ENGINE: self._engine_id}
 
     def prepare_prefill_request(self, *, request: Any, peer: Mapping[str, Any] | None) -> Any:
-        """Return the request for the prefill replica, which begins a rendezvous if it is known where that replica is.
+        """Return the request for the prefill replica, which begins a rendezvous if it is known where that
+        replica is.
 
         What the client has in `kv_transfer_params` is dropped: it could name another client's cache.
         """
@@ -108,7 +116,8 @@ class KvferryBackend(BaseConnectorBackend):  # type: ignore[misc]
     def prepare_decode_request(
         self, *, request: Any, peer: Mapping[str, Any] | None, prefill_response: Any | None
     ) -> Any:
-        """Return the request for this replica's own engine: with the prefill replica's answer, or in a rendezvous without one.
+        """Return the request for this replica's own engine: with the prefill replica's answer, or in a
+        rendezvous without one.
 
         An answer without params leaves the prompt to this engine.
         """

@@ -1,8 +1,8 @@
 """Spans of requests: what a process did for a request, from when until when, and how it ended.
 
-A span is written once, where the work happens. When it ends, it goes to whoever keeps it for `kvferry explain`, as a `SpanRecord`.
-A host that has set up OpenTelemetry's SDK exports it as well; without the SDK's tracer provider nothing of OpenTelemetry is
-imported or called here.
+A span is written once, where the work happens. When it ends, it goes to whoever keeps it for `kvferry
+explain`, as a `SpanRecord`. A host that has set up OpenTelemetry's SDK exports it as well; without the SDK's
+tracer provider nothing of OpenTelemetry is imported or called here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..transports.checked import each, mapping, record, refuse, seconds, string
 #: Begins the names of spans and attributes at collectors, where other programs have theirs.
 PREFIX: Final = "kvferry."
 
-#: Requests whose spans a server keeps, and spans of each: the latest ones, because the last ones say how it ended.
+#: Requests whose spans a server keeps, and spans of each: the latest ones, because the last ones say how it
+#: ended.
 MAX_REQUESTS: Final = 512
 MAX_SPANS: Final = 128
 
@@ -31,8 +32,8 @@ _ANSWERS: Final = ("cmpl-", "chatcmpl-")
 #: Events of a span. Further ones are dropped: a long prompt makes progress very often.
 MAX_EVENTS: Final = 128
 
-#: The event of a router's span that says what a part of the time until the first token was spent on: `kind` and `seconds`, and the
-#: `node` that worked on it. `also` names other kinds that it contains.
+#: The event of a router's span that says what a part of the time until the first token was spent on: `kind`
+#: and `seconds`, and the `node` that worked on it. `also` names other kinds that it contains.
 PART: Final = "part"
 
 
@@ -58,8 +59,10 @@ class SpanRecord:
     """Describe a span that has ended. It has no word of a prompt or an answer.
 
     Attributes:
-        request_id: The id of the request where the span was made; empty if the request was refused before it had one.
-        start: In seconds since 1970, as all times, so that the spans of two nodes can be joined as well as their clocks agree.
+        request_id: The id of the request where the span was made; empty if the request was refused before it
+            had one.
+        start: In seconds since 1970, as all times, so that the spans of two nodes can be joined as well as
+            their clocks agree.
         events: What happened meanwhile: `at`, `name`, and figures and words that go with it.
         error: Why the work failed; empty if it did not.
     """
@@ -114,8 +117,8 @@ class RecentSpans:
         """Return the spans of a request, in the order of their ends.
 
         Args:
-            wanted: The `X-Request-Id` that the client or the router sent, the `id` of the answer, or a node's own id, which is
-                the answer's with a suffix.
+            wanted: The `X-Request-Id` that the client or the router sent, the `id` of the answer, or a node's
+                own id, which is the answer's with a suffix.
         """
         answered = next((wanted.removeprefix(kind) for kind in _ANSWERS if wanted.startswith(kind)), "")
         with self._lock:
@@ -139,13 +142,17 @@ def active_tracer() -> Any | None:
 
 
 def send_spans(timeout_s: float) -> None:
-    """Export the spans that have ended and were not sent yet; for a process that ends without its exit handlers."""
+    """Export the spans that have ended and were not sent yet; for a process that ends without its exit
+    handlers.
+    """
     if active_tracer() is not None:
         sys.modules["opentelemetry.trace"].get_tracer_provider().force_flush(int(timeout_s * 1e3))
 
 
 def _context_of(traceparent: str) -> Any:
-    """Return OpenTelemetry's context for a valid `traceparent`; an empty one gives an empty context, for a new trace."""
+    """Return OpenTelemetry's context for a valid `traceparent`; an empty one gives an empty context, for a
+    new trace.
+    """
     from opentelemetry import trace
     from opentelemetry.context import Context
 
@@ -227,7 +234,10 @@ class Span:
         return headers
 
     def child(self, name: str, at: float | None = None, traceparent: str = "") -> Span:
-        """Begin a span below this one, now or at a time in seconds since 1970. See `Span` for the arguments."""
+        """Begin a span below this one, now or at a time in seconds since 1970.
+
+        See `Span` for the arguments.
+        """
         return Span(name, self._keep, at=at, parent=self, traceparent=traceparent)
 
     def name_request(self, request_id: str) -> None:

@@ -1,11 +1,12 @@
 """Figures of handoffs: one record per load, counters, and the table of metrics that every host exports.
 
-A worker half keeps a `StatsCollector`, adds one `TransferRecord` to it per load, and returns what `take` gives it from
-`get_kv_connector_stats`. The host adds the figures up over ranks with `KVConnectorStats.aggregate` and gives them to
-`HandoffMetrics`, which exports them.
+A worker half keeps a `StatsCollector`, adds one `TransferRecord` to it per load, and returns what `take`
+gives it from `get_kv_connector_stats`. The host adds the figures up over ranks with
+`KVConnectorStats.aggregate` and gives them to `HandoffMetrics`, which exports them.
 
-To add a metric, add a row to `METRICS` here and measure it where it happens: count it under its key in `COUNTERS`, or
-fill a field of `TransferRecord`. Hosts and `docs/observing.md` take names, types, labels and meanings from the table.
+To add a metric, add a row to `METRICS` here and measure it where it happens: count it under its key in
+`COUNTERS`, or fill a field of `TransferRecord`. Hosts and `docs/observing.md` take names, types, labels and
+meanings from the table.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _of_loads(key: str, measures: str, buckets: tuple[float, ...], text: str) ->
     return Metric(f"{PREFIX}{key}", "histogram", text, _LOAD_LABELS, (), measures, buckets)
 
 
-#: Every metric of handoffs. Loads and offers are counted once per rank. Histograms are of the loads that succeeded.
+#: Every metric of handoffs. Loads and offers are counted once per rank. Histograms are of the loads that
+#: succeeded.
 METRICS = (
     _of_loads(
         "load_seconds",
@@ -117,9 +119,9 @@ METRICS = (
     ),
 )
 
-#: What is counted, by its key in `KVConnectorStats.counters`, which is the name without `PREFIX`, and for each value of a label
-#: the name, a slash and the value. A gauge is counted up and down, so that its growth adds up over ranks and intervals as that of
-#: a counter does.
+#: What is counted, by its key in `KVConnectorStats.counters`, which is the name without `PREFIX`, and for
+#: each value of a label the name, a slash and the value. A gauge is counted up and down, so that its growth
+#: adds up over ranks and intervals as that of a counter does.
 COUNTERS: Mapping[str, Metric] = {
     metric.name.removeprefix(PREFIX) + (value and f"/{value}"): metric
     for metric in METRICS
@@ -140,24 +142,27 @@ _HISTOGRAMS = tuple(metric for metric in METRICS if metric.kind == "histogram")
 class TransferRecord:
     """Describe one request's load, as one rank saw it or, after `joined`, as the whole node did.
 
-    A connector adds it no later than the step in which the load ends: for an asynchronous load, the one whose `get_finished`
-    names the request.
+    A connector adds it no later than the step in which the load ends: for an asynchronous load, the one whose
+    `get_finished` names the request.
 
     Attributes:
-        transport: What the bytes came through: scheme of the transport, e.g. `"shm"`, or a store's own word, e.g. `"file"`.
+        transport: What the bytes came through: scheme of the transport, e.g. `"shm"`, or a store's own word,
+            e.g. `"file"`.
         mechanism: What moved the bytes, e.g. `"mapped"`; empty if nothing was read.
         layout: Layout of this node's pool, `"uniform"` or `"per-layer"`; empty if the connector does not say.
-        num_blocks: Blocks that the load was to fill, over all groups. Blocks that were cached here are not included.
+        num_blocks: Blocks that the load was to fill, over all groups. Blocks that were cached here are not
+            included.
         num_regions: Contiguous runs of bytes that were copied; 0 if the connector does not count them.
-        num_regions_per_layer: Runs that the per-layer layout would have needed. Between nodes that differ in layout or
-            sharding, this counts only the runs that do not span two layers.
+        num_regions_per_layer: Runs that the per-layer layout would have needed. Between nodes that differ in
+            layout or sharding, this counts only the runs that do not span two layers.
         num_bytes: Bytes copied.
-        seconds: From the start of the first read to the end of the last one. There is one read per rank that is read
-            from.
-        error: Why the load failed; empty if it succeeded. After a failure the other figures describe the attempt.
+        seconds: From the start of the first read to the end of the last one. There is one read per rank that
+            is read from.
+        error: Why the load failed; empty if it succeeded. After a failure the other figures describe the
+            attempt.
         reason: Why this transport was used; empty if there was no choice.
-        exposed_seconds: From the moment when the whole offer was readable, or when the load was ordered if that was
-            later, until the load ended. This is the part that computing the prompt did not hide.
+        exposed_seconds: From the moment when the whole offer was readable, or when the load was ordered if
+            that was later, until the load ended. This is the part that computing the prompt did not hide.
     """
 
     request_id: str
@@ -177,8 +182,8 @@ class TransferRecord:
     def joined(records: Sequence[TransferRecord]) -> TransferRecord:
         """Join the records of one request's load, one per rank.
 
-        Ranks load at the same time, and each loads its part of the same blocks. So bytes and regions add up, while
-        blocks and times do not.
+        Ranks load at the same time, and each loads its part of the same blocks. So bytes and regions add up,
+        while blocks and times do not.
         """
         return replace(
             records[0],
@@ -198,7 +203,8 @@ class KVConnectorStats:
 
     Attributes:
         transfers: One record per load that ended in the interval, oldest first.
-        counters: Key in `COUNTERS` → growth in the interval, negative if a gauge fell. An absent key means zero.
+        counters: Key in `COUNTERS` → growth in the interval, negative if a gauge fell. An absent key means
+            zero.
         spans: The spans of handoffs that ended in the interval, if the connector has the option `trace`.
     """
 
@@ -218,7 +224,10 @@ class KVConnectorStats:
         return type(self)(self.transfers + other.transfers, counters, self.spans + other.spans)
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a few figures for a log line. Means are over the loads that succeeded, and 0 if there are none."""
+        """Return a few figures for a log line.
+
+        Means are over the loads that succeeded, and 0 if there are none.
+        """
         done = [record for record in self.transfers if not record.error]
         num_bytes = sum(record.num_bytes for record in done)
         seconds = sum(record.seconds for record in done)
@@ -303,15 +312,18 @@ class StatsCollector:
 
 
 class HandoffMetrics:
-    """Export `METRICS`. Every host uses this class, so a dashboard works with all of them. Safe to call from any thread.
+    """Export `METRICS`.
+
+    Every host uses this class, so a dashboard works with all of them. Safe to call from any thread.
 
     Args:
         counter: `prometheus_client.Counter`, or what the host uses in its place.
         histogram: `prometheus_client.Histogram`, likewise.
         gauge: `prometheus_client.Gauge`, likewise.
         host_labels: Names of the labels that the host puts on all its metrics.
-        hosts: Values of `host_labels`, one tuple per engine whose stats will be observed. Each gets its counters now,
-            at zero, because an alert cannot use a counter that appears only when it has counted something.
+        hosts: Values of `host_labels`, one tuple per engine whose stats will be observed. Each gets its
+            counters now, at zero, because an alert cannot use a counter that appears only when it has counted
+            something.
     """
 
     def __init__(
@@ -370,8 +382,9 @@ class HandoffMetrics:
 def export_build_info(
     gauge: Callable[..., Any], host_labels: Sequence[str] = (), hosts: Iterable[Sequence[object]] = ((),)
 ) -> None:
-    """Export `BUILD_INFO`. The arguments are those of `HandoffMetrics`, which calls this; a program without handoffs calls
-    it itself.
+    """Export `BUILD_INFO`.
+
+    The arguments are those of `HandoffMetrics`, which calls this; a program without handoffs calls it itself.
     """
     from .handoff.messages import (
         PROTOCOL_VERSION,  # here, so that importing the package does not import MessagePack

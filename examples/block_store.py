@@ -3,12 +3,14 @@
     python examples/disagg_pair.py --connector BlockStoreConnector --connector-module block_store \\
         --connector-option folder=/dev/shm/blocks --connector-option capacity_gb=2
 
-A file holds one block of all layers. Its name is a digest of everything that the block's bytes depend on, so prompts that
-begin alike share files. A request loads the longest run of blocks that the store holds beyond those that the node has. A
-folder in /dev/shm is memory that the processes of one host share; nodes on several hosts can share a network folder.
+A file holds one block of all layers. Its name is a digest of everything that the block's bytes depend on, so
+prompts that begin alike share files. A request loads the longest run of blocks that the store holds beyond
+those that the node has. A folder in /dev/shm is memory that the processes of one host share; nodes on several
+hosts can share a network folder.
 
-The scheduler half decides which blocks are loaded and saved. The worker half gives this work to two threads, while the engine
-computes other requests. It reports a request when its thread is done with the blocks, and no earlier.
+The scheduler half decides which blocks are loaded and saved. The worker half gives this work to two threads,
+while the engine computes other requests. It reports a request when its thread is done with the blocks, and no
+earlier.
 """
 
 import contextlib
@@ -41,8 +43,8 @@ Copies = list[tuple[Path, int]]
 SAVING = "block_store_saving"
 #: Seconds that a request waits for it. After that, the node computes the rest of the prompt itself.
 WAIT_S = 2.0
-#: Requests whose blocks are kept until they are saved. If there are more, a prompt is not saved: a store that cannot keep up
-#: must not take the pool from the requests that need it.
+#: Requests whose blocks are kept until they are saved. If there are more, a prompt is not saved: a store that
+#: cannot keep up must not take the pool from the requests that need it.
 MAX_SAVES = 8
 #: Seconds that a node waits at its end for threads that hang in the file system.
 SHUTDOWN_S = 5.0
@@ -93,8 +95,8 @@ class BlockStoreScheduler(kv.SchedulerHalf):
         num_found = sum(1 for _ in itertools.takewhile(Path.exists, wanted))
         if num_found < len(wanted) and time.monotonic() < self._deadlines.get(request_id, 0.0):
             return None, False  # the engine asks again in the next step
-        # The call with the blocks does not repeat how many of them the node had. The engine acts on our latest answer, so
-        # this is the one to remember; to overwrite it changes no answer.
+        # The call with the blocks does not repeat how many of them the node had. The engine acts on our
+        # latest answer, so this is the one to remember; to overwrite it changes no answer.
         self._to_load[request_id] = slice(first, first + num_found)
         return num_found * size, num_found > 0
 
@@ -116,19 +118,23 @@ class BlockStoreScheduler(kv.SchedulerHalf):
         paths = self._paths.pop(request.request_id)
         self._deadlines.pop(request.request_id, None)
         self._to_load.pop(request.request_id, None)
-        # A request that was aborted may still be loading: only what was computed to its end is known to be right.
+        # A request that was aborted may still be loading: only what was computed to its end is known to be
+        # right.
         is_computed = request.finish_reason in ("stop", "length")
         if not is_computed or not paths or len(self._saving) >= MAX_SAVES:
             return False, None
         self._saving.add(request.request_id)
         self._orders.saves[request.request_id] = list(zip(paths, block_ids[0], strict=False))
-        # The engine keeps the blocks until `get_finished` names the request. The params go to the decode node.
+        # The engine keeps the blocks until `get_finished` names the request. The params go to the decode
+        # node.
         return True, {SAVING: paths[-1].name}
 
 
 @dataclass
 class Job:
-    """What a thread does for one request. It belongs to the thread until the thread has put it into the queue of ended jobs.
+    """What a thread does for one request.
+
+    It belongs to the thread until the thread has put it into the queue of ended jobs.
 
     Attributes:
         ordered_s: When it was ordered, from `time.monotonic()`.
@@ -145,10 +151,11 @@ class Job:
 
 
 class BlockStoreWorker(kv.WorkerHalf):
-    """Has threads copy blocks between the caches and files: one loads, and one saves, so that no load waits for a save.
+    """Has threads copy blocks between the caches and files: one loads, and one saves, so that no load waits
+    for a save.
 
-    A thread takes jobs from its queue, and puts those that it has ended into another. Nothing else is shared, so nothing needs
-    a lock.
+    A thread takes jobs from its queue, and puts those that it has ended into another. Nothing else is shared,
+    so nothing needs a lock.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, pool: kv.KVCacheConfig) -> None:
@@ -171,8 +178,8 @@ class BlockStoreWorker(kv.WorkerHalf):
     # -- the engine's thread
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        # A layer that shares another's cache appears in `kv_caches` as well, but not in the group. Axis 0 may count an
-        # attention kernel's blocks, several of which make one block.
+        # A layer that shares another's cache appears in `kv_caches` as well, but not in the group. Axis 0 may
+        # count an attention kernel's blocks, several of which make one block.
         names, num_blocks = self._pool.kv_cache_groups[0].layer_names, self._pool.num_blocks
         caches = [kv_caches[name] for name in names]
         self._caches = [cache.view(num_blocks, -1, *cache.shape[1:]) for cache in caches]
@@ -192,8 +199,9 @@ class BlockStoreWorker(kv.WorkerHalf):
             self._jobs["save"].put(Job("save", request_id, copies, now))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        # Only what a thread has ended is reported, also of a request that was aborted meanwhile: until then the thread may
-        # write into its blocks or read them, so the engine must not give them to another request.
+        # Only what a thread has ended is reported, also of a request that was aborted meanwhile: until then
+        # the thread may write into its blocks or read them, so the engine must not give them to another
+        # request.
         ended = [self._ended.get_nowait() for _ in range(self._ended.qsize())]
         loads = [job for job in ended if job.kind == "load"]
         for job in loads:
@@ -247,7 +255,8 @@ class BlockStoreWorker(kv.WorkerHalf):
     # -- the threads
 
     def _run(self, jobs: queue.SimpleQueue[Job | None]) -> None:
-        # Jobs that are left when the node ends are dropped: the engine gives the pool back, and no request waits any more.
+        # Jobs that are left when the node ends are dropped: the engine gives the pool back, and no request
+        # waits any more.
         while (job := jobs.get()) is not None and not self._is_closing.is_set():
             started = time.monotonic()
             try:
@@ -290,10 +299,12 @@ class BlockStoreWorker(kv.WorkerHalf):
             self._make_room(len(missing) * (self._block_bytes + CHECKSUM_BYTES))
         for path, block in missing:
             self._require_open()
-            # In logical order, so that the file also suits a node that keeps heads and tokens in another order.
+            # In logical order, so that the file also suits a node that keeps heads and tokens in another
+            # order.
             pages = [cache[block].contiguous().flatten().view(torch.uint8) for cache in self._caches]
             data = torch.cat(pages).cpu().numpy().tobytes()
-            # The rename makes a file appear only when it is complete. Nodes that save the same block write the same bytes.
+            # The rename makes a file appear only when it is complete. Nodes that save the same block write
+            # the same bytes.
             unfinished = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
             try:
                 unfinished.write_bytes(data + checksum(data))
@@ -313,7 +324,8 @@ class BlockStoreWorker(kv.WorkerHalf):
         for _, size, path in sorted(files):
             if excess <= 0:
                 return
-            # A node that is just reading the file goes on; one that has not opened it yet computes the block instead.
+            # A node that is just reading the file goes on; one that has not opened it yet computes the block
+            # instead.
             path.unlink(missing_ok=True)
             excess -= size
 
@@ -340,8 +352,8 @@ class BlockStoreConnector(kv.KVConnectorBase):
 
     Options:
         folder: Where the files are.
-        capacity_gb: Size in GB (10⁹ bytes) above which the files that were not used for the longest time are deleted;
-            default 1.
+        capacity_gb: Size in GB (10⁹ bytes) above which the files that were not used for the longest time are
+            deleted; default 1.
     """
 
     @classmethod
@@ -363,7 +375,8 @@ class BlockStoreConnector(kv.KVConnectorBase):
 
     def _spec(self) -> kv.KVCacheSpec:
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        # At the end of an answer, a sliding window has freed blocks of the prompt and a recurrent state is past it.
+        # At the end of an answer, a sliding window has freed blocks of the prompt and a recurrent state is
+        # past it.
         is_full = [type(spec) for spec in specs] == [kv.FullAttentionSpec]
         if not is_full or self.config.parallel.world_size != 1:
             raise ConfigurationError(

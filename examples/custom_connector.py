@@ -1,11 +1,12 @@
-"""The simplest complete connector: it keeps finished prompts in a folder, and loads them when they come again.
+"""The simplest complete connector: it keeps finished prompts in a folder, and loads them when they come
+again.
 
     python examples/disagg_pair.py --connector FileConnector --connector-module custom_connector \\
         --connector-option folder=/tmp/prompts
 
-The scheduler half decides and the worker half copies. `Orders` travel from the one to the other in each step. A prompt is
-saved as one file after its request has ended. It is loaded synchronously: the load is done when `start_load_kv` returns,
-before the step computes anything.
+The scheduler half decides and the worker half copies. `Orders` travel from the one to the other in each step.
+A prompt is saved as one file after its request has ended. It is loaded synchronously: the load is done when
+`start_load_kv` returns, before the step computes anything.
 """
 
 import contextlib
@@ -50,9 +51,11 @@ class FileScheduler(kv.SchedulerHalf):
 
     def _file(self, request: Request) -> tuple[Path, int]:
         """Return a prompt's file and its number of whole blocks."""
-        # The last token is never loaded: a step has to compute it, because its logits give the first token of the answer.
+        # The last token is never loaded: a step has to compute it, because its logits give the first token of
+        # the answer.
         num_blocks = (request.num_prompt_tokens - 1) // self._spec.block_size
-        # The digest of a block depends on everything that its bytes depend on, so the last one names the whole prompt.
+        # The digest of a block depends on everything that its bytes depend on, so the last one names the
+        # whole prompt.
         digests = kv.block_digests(request, self._config, self._spec)
         return self._folder / f"{digests[num_blocks - 1] if num_blocks else 'empty'}.safetensors", num_blocks
 
@@ -157,7 +160,9 @@ class FileWorker(kv.WorkerHalf):
 
 
 class FileConnector(kv.KVConnectorBase):
-    """Saves the whole blocks of each finished prompt to a file, and loads them for the next request with that prompt."""
+    """Saves the whole blocks of each finished prompt to a file, and loads them for the next request with that
+    prompt.
+    """
 
     def make_scheduler_half(self) -> FileScheduler:
         folder, spec = self._settings()
@@ -175,7 +180,8 @@ class FileConnector(kv.KVConnectorBase):
                 key="folder",
             )
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        # At the end of an answer, a sliding window has freed blocks of the prompt and a recurrent state is past it.
+        # At the end of an answer, a sliding window has freed blocks of the prompt and a recurrent state is
+        # past it.
         is_full = [type(spec) for spec in specs] == [kv.FullAttentionSpec]
         if not is_full or self.config.parallel.world_size != 1:
             raise ConfigurationError(

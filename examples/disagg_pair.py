@@ -1,4 +1,7 @@
-"""Prefill in one process and decode in another: `python examples/disagg_pair.py --help`. `kvferry demo` is the same."""
+"""Prefill in one process and decode in another: `python examples/disagg_pair.py --help`.
+
+`kvferry demo` is the same.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
     python examples/disagg_pair.py --connector LayerStoreConnector --connector-module layer_store \\
         --connector-option folder=/tmp/layers
 
-A file holds one block of all layers, and its name is a digest of everything that the block's bytes depend on. A step saves
-the blocks that it completes: each layer as soon as it is computed, and the file appears at the end of the step. So a prompt is
-in the store before its first token leaves the node. A request loads the longest run of blocks that the store holds beyond
-those that the node has. Loads are synchronous, layer by layer: a thread reads ahead, and each layer waits for its own pages
-only. The store deletes only what is damaged.
+A file holds one block of all layers, and its name is a digest of everything that the block's bytes depend on.
+A step saves the blocks that it completes: each layer as soon as it is computed, and the file appears at the
+end of the step. So a prompt is in the store before its first token leaves the node. A request loads the
+longest run of blocks that the store holds beyond those that the node has. Loads are synchronous, layer by
+layer: a thread reads ahead, and each layer waits for its own pages only. The store deletes only what is
+damaged.
 """
 
 import os
@@ -66,8 +67,8 @@ class LayerStoreScheduler(kv.SchedulerHalf):
         # The last token is always computed here, for its logits. So its block is not loaded.
         wanted = self._paths[request.request_id][first : (request.num_prompt_tokens - 1) // size]
         num_found = sum(1 for _ in takewhile(Path.exists, wanted))
-        # The call with the blocks does not repeat how many of them the node had. The engine acts on our latest answer, so
-        # this is the one to remember; to overwrite it changes no answer.
+        # The call with the blocks does not repeat how many of them the node had. The engine acts on our
+        # latest answer, so this is the one to remember; to overwrite it changes no answer.
         self._to_load[request.request_id] = slice(first, first + num_found)
         return num_found * size, False
 
@@ -82,18 +83,20 @@ class LayerStoreScheduler(kv.SchedulerHalf):
         saves: dict[Path, int] = {}
         for item in scheduler_output.scheduled_requests:
             paths, size = self._paths[item.request_id], self._spec.block_size
-            # A chunk of a prompt rarely ends with a block. A block is saved by the step that computes its last token; its
-            # first tokens were computed by earlier steps, and are still in it. The first step also saves what came from the
-            # node's own prefix cache: a block is found only if the store has all blocks before it.
+            # A chunk of a prompt rarely ends with a block. A block is saved by the step that computes its
+            # last token; its first tokens were computed by earlier steps, and are still in it. The first step
+            # also saves what came from the node's own prefix cache: a block is found only if the store has
+            # all blocks before it.
             last = min(len(paths), (item.num_computed_tokens + item.num_scheduled_tokens) // size)
-            # A request starts over after a preemption, a failed load or a failed step. It then has fewer computed tokens
-            # than before, and what was not saved the first time is saved now.
+            # A request starts over after a preemption, a failed load or a failed step. It then has fewer
+            # computed tokens than before, and what was not saved the first time is saved now.
             first = min(self._num_saved[item.request_id], item.num_computed_tokens // size)
             for path, block in zip(paths[first:last], item.block_ids[0][first:last], strict=True):
                 if not path.exists():
                     saves.setdefault(path, block)
             self._num_saved[item.request_id] = last
-        # Last, because the engine calls this again if it raises, and a load that is forgotten leaves its blocks as they are.
+        # Last, because the engine calls this again if it raises, and a load that is forgotten leaves its
+        # blocks as they are.
         loads, self._loads = self._loads, {}
         return Orders(loads, saves)
 
@@ -121,10 +124,12 @@ class Load:
 
 
 class LayerStoreWorker(kv.WorkerHalf):
-    """Copies pages between the caches and memory of its own; a thread moves them between that memory and files.
+    """Copies pages between the caches and memory of its own; a thread moves them between that memory and
+    files.
 
-    Only the engine's thread touches the caches, between the computation of two layers. So copies and computation are in the
-    right order by themselves, on a GPU as well, and nothing writes into a block after a step that failed half-way.
+    Only the engine's thread touches the caches, between the computation of two layers. So copies and
+    computation are in the right order by themselves, on a GPU as well, and nothing writes into a block after
+    a step that failed half-way.
     """
 
     def __init__(self, folder: Path, pool: kv.KVCacheConfig) -> None:
@@ -145,8 +150,8 @@ class LayerStoreWorker(kv.WorkerHalf):
         self._warning = ""
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        # A layer that shares another's cache appears in `kv_caches` as well, but not in the group: it has no calls of its own.
-        # Axis 0 may count an attention kernel's blocks, several of which make one block.
+        # A layer that shares another's cache appears in `kv_caches` as well, but not in the group: it has no
+        # calls of its own. Axis 0 may count an attention kernel's blocks, several of which make one block.
         caches = {name: kv_caches[name] for name in self._layers}
         self._caches = {
             name: cache.view(self._num_blocks, -1, *cache.shape[1:]) for name, cache in caches.items()
@@ -184,7 +189,8 @@ class LayerStoreWorker(kv.WorkerHalf):
             load.seconds = time.monotonic() - self._started_s
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        # Synchronous loads end with their step, without being named. This is the first call that every step makes after them.
+        # Synchronous loads end with their step, without being named. This is the first call that every step
+        # makes after them.
         for load in self._loads:
             if self._reads and not load.error:
                 load.error = f"the step failed before layer {next(iter(self._reads))!r}"
@@ -230,7 +236,8 @@ class LayerStoreWorker(kv.WorkerHalf):
         self._unfinished = self._unfinished or {
             path: path.with_name(f"{path.name}-{uuid4().hex}") for path in saves
         }
-        # A copy, in logical order, so that the file also suits a node that keeps heads and tokens in another order.
+        # A copy, in logical order, so that the file also suits a node that keeps heads and tokens in another
+        # order.
         pages = self._caches[layer_name][list(saves.values())].flatten(1).view(torch.uint8).cpu()
         paths = list(self._unfinished.values())
         self._writes[layer_name] = self._thread.submit(self._write, paths, self._layers[layer_name], pages)
@@ -239,8 +246,9 @@ class LayerStoreWorker(kv.WorkerHalf):
         writes, self._writes = self._writes, {}
         unfinished, self._unfinished = self._unfinished, {}
         errors = [error for write in writes.values() if (error := write.exception())]
-        # It is called even if the computation failed. Then some layers were not saved, so no file is complete. And if a load
-        # failed, the step computed from what it did not load: nothing that it wrote may be found by others.
+        # It is called even if the computation failed. Then some layers were not saved, so no file is
+        # complete. And if a load failed, the step computed from what it did not load: nothing that it wrote
+        # may be found by others.
         is_right = len(writes) == len(self._layers) and not any(load.error for load in self._loads)
         for path, written in unfinished.items():
             try:
@@ -288,7 +296,9 @@ def checksum(page: bytes) -> bytes:
 
 
 class LayerStoreConnector(kv.KVConnectorBase):
-    """Keeps the blocks of prompts in a folder (the option `folder`), and loads those with which a prompt begins."""
+    """Keeps the blocks of prompts in a folder (the option `folder`), and loads those with which a prompt
+    begins.
+    """
 
     def make_scheduler_half(self) -> LayerStoreScheduler:
         folder, spec = self._settings()

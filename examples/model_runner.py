@@ -1,7 +1,9 @@
-"""An engine of one's own: two nodes hand over a prompt's cache. Run `python examples/model_runner.py`; see docs/embedding.md.
+"""An engine of one's own: two nodes hand over a prompt's cache.
 
-`ModelRunner` is the worker's side: a tiny model, its cache in the uniform layout, and steps with the connector's hooks
-around them. `Node` adds the scheduler's side, for one request at a time.
+Run `python examples/model_runner.py`; see docs/embedding.md.
+
+`ModelRunner` is the worker's side: a tiny model, its cache in the uniform layout, and steps with the
+connector's hooks around them. `Node` adds the scheduler's side, for one request at a time.
 """
 
 from collections.abc import Sequence

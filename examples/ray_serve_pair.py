@@ -3,9 +3,9 @@
     python examples/ray_serve_pair.py --model MODEL [--prefills N] [--decodes N]
     python examples/ray_serve_pair.py --demo --device cpu
 
-It starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names, and serves OpenAI's API until it is stopped. With
-`--demo` it also deploys one engine without kvferry, asks both the same, shows that they answer the same, and ends. docs/behind-a-router.md says
-what to install and what works.
+It starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names, and serves OpenAI's API until it
+is stopped. With `--demo` it also deploys one engine without kvferry, asks both the same, shows that they
+answer the same, and ends. docs/behind-a-router.md says what to install and what works.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ CPU_ENVIRONMENT = {
     "VLLM_USE_AOT_COMPILE": "0",
     "TORCHDYNAMO_DISABLE": "1",
 }
-#: Ray counts a processor for each of controller, proxy, ingresses and engines, which share those of a small machine.
+#: Ray counts a processor for each of controller, proxy, ingresses and engines, which share those of a small
+#: machine.
 DEMO_CPUS = 16
 
 

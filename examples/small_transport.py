@@ -1,7 +1,9 @@
-"""`small`: a correct transport within one process, for tests of the conformance kit. Bugs are planted by subclasses.
+"""`small`: a correct transport within one process, for tests of the conformance kit.
 
-Like a network transport it is served: the owner of memory copies the bytes of a read, one slice at a time, in its own
-loop. Its frames are tuples that are put into the other side's inbox.
+Bugs are planted by subclasses.
+
+Like a network transport it is served: the owner of memory copies the bytes of a read, one slice at a time, in
+its own loop. Its frames are tuples that are put into the other side's inbox.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two vLLM servers with kvferry between them, and the router in front: `python examples/vllm_pair.py MODEL`.
 
-The router asks both servers at once: the first computes the prompt, and the second answers with the first one's KV cache.
-`CUDA_VISIBLE_DEVICES` is not set here, so on one GPU give each server a part: `--gpu-memory-utilization 0.4`.
+The router asks both servers at once: the first computes the prompt, and the second answers with the first
+one's KV cache. `CUDA_VISIBLE_DEVICES` is not set here, so on one GPU give each server a part:
+`--gpu-memory-utilization 0.4`.
 """
 
 import json

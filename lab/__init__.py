@@ -1,7 +1,9 @@
-"""What starts, asks, loads, measures, breaks and plans nodes of kvferry, and the reference engine to do it with.
+"""What starts, asks, loads, measures, breaks and plans nodes of kvferry, and the reference engine to do it
+with.
 
-`engine` is an engine in plain Python and `node` its HTTP node: `kvferry serve`. `demo`, `prove` and `plan` are the commands
-of these names. `bench` compares kvferry with other programs. What each needs beyond kvferry is in the extra `kvferry[lab]`.
+`engine` is an engine in plain Python and `node` its HTTP node: `kvferry serve`. `demo`, `prove` and `plan`
+are the commands of these names. `bench` compares kvferry with other programs. What each needs beyond kvferry
+is in the extra `kvferry[lab]`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from typing import Final, Literal
 from kvferry.transports.copying import IS_COMPILED, IS_ORDERED
 from kvferry.transports.machine import memory_of_this_process
 
-#: `ok`; `note`: works, but something would be better otherwise; `missing`: this machine has none; `failed`: it is broken.
+#: `ok`; `note`: works, but something would be better otherwise; `missing`: this machine has none; `failed`:
+#: it is broken.
 Grade = Literal["ok", "note", "missing", "failed"]
 
 #: Fewer descriptors than this serve few peers.
@@ -77,7 +78,9 @@ def _text(path: Path) -> str:
 
 
 def _chosen(path: Path) -> str:
-    """Return the choice of a kernel setting, which is in brackets; empty if the kernel has no such setting."""
+    """Return the choice of a kernel setting, which is in brackets; empty if the kernel has no such
+    setting.
+    """
     return _text(path).partition("[")[2].partition("]")[0]
 
 

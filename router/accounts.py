@@ -1,4 +1,6 @@
-"""What each node did for a request, for the page: the router asks what `kvferry explain` asks, and answers what it prints."""
+"""What each node did for a request, for the page: the router asks what `kvferry explain` asks, and answers
+what it prints.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,14 @@ _MAX_BYTES: Final = 16 << 20
 class Accounts:
     """Asks the nodes of a request for their spans.
 
-    The router presents its key to a node's API, as with any request. It has no key of the nodes' admin endpoints: one that it
-    presented to every node would let each of them command the others. So a node that asks for one tells nothing here.
+    The router presents its key to a node's API, as with any request. It has no key of the nodes' admin
+    endpoints: one that it presented to every node would let each of them command the others. So a node that
+    asks for one tells nothing here.
 
     Args:
         spans: The router's own.
-        nodes: Returns the URL of each node → the name that its certificate must have, empty for the host of the URL. Only these
-            are asked, because a former node's address may belong to any process.
+        nodes: Returns the URL of each node → the name that its certificate must have, empty for the host of
+            the URL. Only these are asked, because a former node's address may belong to any process.
     """
 
     def __init__(self, spans: RecentSpans, nodes: Callable[[], Mapping[str, str]]) -> None:
@@ -53,7 +56,8 @@ class Accounts:
 
 
 async def _answered(asking: Asking[Told], session: aiohttp.ClientSession, server_name: str) -> Told:
-    # Each question has a deadline of its own, and a server gets four at most, so this ends before the page's own timeout.
+    # Each question has a deadline of its own, and a server gets four at most, so this ends before the page's
+    # own timeout.
     try:
         question = next(asking)
         while True:

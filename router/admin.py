@@ -1,4 +1,7 @@
-"""The admin endpoints that add and remove nodes. They must be served with a key: a node receives clients' prompts."""
+"""The admin endpoints that add and remove nodes.
+
+They must be served with a key: a node receives clients' prompts.
+"""
 
 from __future__ import annotations
 

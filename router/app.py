@@ -51,23 +51,26 @@ logger = logging.getLogger(__name__)
 class Router:
     """Sends each request to a prefill node, then to a decode node.
 
-    If a node fails before any byte of the answer has reached the client, the router retries at another node. It retries a
-    prefill on its own. It repeats the prefill before it retries a decode, because the first offer is used up.
+    If a node fails before any byte of the answer has reached the client, the router retries at another node.
+    It retries a prefill on its own. It repeats the prefill before it retries a decode, because the first
+    offer is used up.
 
     Args:
         options: Which ways requests may go.
         answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
         check_interval_s: Seconds between two health checks of a node.
         check_timeout_s: Seconds after which a health check has failed.
-        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if it reports the
-            policy `recompute`.
-        node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
+        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if
+            it reports the policy `recompute`.
+        node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of
+            the system.
         passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
         placement: Where prompts are computed, of nodes that compute and answer.
         limits: Which times the choice keeps if it can.
         follow: Whose KV events are followed.
         sources: Where the router learns of nodes while it runs.
-        admin_keys: The keys that `/page/explain` asks for, as the admin endpoints do; if empty, none. None: it answers no client.
+        admin_keys: The keys that `/page/explain` asks for, as the admin endpoints do; if empty, none. None:
+            it answers no client.
     """
 
     def __init__(
@@ -182,8 +185,9 @@ class Router:
         """Wait at most `timeout_s` for the end of the requests in flight.
 
         Args:
-            quiet_s: Wait until no request was in flight for this long, because the client of a stream that began before the drain
-                cannot know that its connection is about to close, and may use it for its next request.
+            quiet_s: Wait until no request was in flight for this long, because the client of a stream that
+                began before the drain cannot know that its connection is about to close, and may use it for
+                its next request.
         """
         now = asyncio.get_running_loop().time
         deadline, quiet_since = now() + timeout_s, now()
@@ -236,7 +240,10 @@ class Router:
     async def _verify_by_name(
         self, request: aiohttp.ClientRequest, handler: ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Expect a DNS name in the certificate of a node that was found by it. Certificates rarely have addresses."""
+        """Expect a DNS name in the certificate of a node that was found by it.
+
+        Certificates rarely have addresses.
+        """
         if request.url.scheme == "https":
             request.server_hostname = self._server_name(str(request.url.origin())) or None
         return await handler(request)
@@ -321,7 +328,8 @@ class Router:
             response = await handler(request)
             status = response.status
             if not response.prepared:
-                # aiohttp would write the response after this middleware. Write it here, so that a drain waits for its last byte.
+                # aiohttp would write the response after this middleware. Write it here, so that a drain waits
+                # for its last byte.
                 with contextlib.suppress(ConnectionError):
                     await response.prepare(request)
                     await response.write_eof()

@@ -1,10 +1,11 @@
 """What the client has of an answer, so that another node can go on with it.
 
 Comes in: the events of a decode node's stream with the ids of their tokens. Goes out: the
-request to a decode node that goes on after them, and what turns its stream into the rest of the client's. Does no I/O.
+request to a decode node that goes on after them, and what turns its stream into the rest of the client's.
+Does no I/O.
 
-What must never break: no token is repeated, left out, or chosen by another model. Only answers are followed whose next token
-depends on nothing but the model and the tokens so far.
+What must never break: no token is repeated, left out, or chosen by another model. Only answers are followed
+whose next token depends on nothing but the model and the tokens so far.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class Abilities:
     """What a node can do with the beginning of an answer.
 
     Attributes:
-        continues_answers: It goes on with answers of nodes with this digest of their model: they would have chosen the same tokens
-            for the same request. Empty: with those of none.
+        continues_answers: It goes on with answers of nodes with this digest of their model: they would have
+            chosen the same tokens for the same request. Empty: with those of none.
         vllm_max_model_len: The longest sequence of a vLLM server, prompt and answer together. 0: it is none.
         vllm_models: The names of its model. Those of adapters are not among them.
-        vllm_default_max_tokens: The server's limit on the tokens of an answer whose request has none. 0: none.
+        vllm_default_max_tokens: The server's limit on the tokens of an answer whose request has none. 0:
+            none.
         vllm_most_tokens: Its limit on the tokens of any answer. 0: none.
     """
 
@@ -47,7 +49,9 @@ class Abilities:
 
 
 class OtherTokenError(Exception):
-    """A node chose other tokens than another one whose tokens the client has: two logits were almost equal."""
+    """A node chose other tokens than another one whose tokens the client has: two logits were almost
+    equal.
+    """
 
 
 class Beginning(ABC):
@@ -130,15 +134,17 @@ def _only_asks_for_usage(value: object) -> bool:
     return value is None or (isinstance(value, dict) and value.keys() <= {"include_usage"})
 
 
-#: The fields of a request to a server of vLLM whose stream another one can go on with, and which of their values. Everything else
-#: may change a token by what was sampled before it, or asks for something that a part of a stream does not contain.
+#: The fields of a request to a server of vLLM whose stream another one can go on with, and which of their
+#: values. Everything else may change a token by what was sampled before it, or asks for something that a part
+#: of a stream does not contain.
 _FOLLOWED: Mapping[str, Callable[[object], bool]] = {
     "model": lambda value: True,
     "prompt": lambda value: True,
     "user": lambda value: True,
     "cache_salt": lambda value: True,
     "priority": lambda value: True,
-    # A token that is drawn by chance may be drawn anywhere. With a seed a server would start its generator anew.
+    # A token that is drawn by chance may be drawn anywhere. With a seed a server would start its generator
+    # anew.
     "temperature": lambda value: value is None or _is_number(value),
     "seed": lambda value: value is None,
     # None of these depends on the tokens before.
@@ -172,7 +178,8 @@ _FOLLOWED: Mapping[str, Callable[[object], bool]] = {
         _is_nothing,
     ),
 }
-#: The same for chats. Other fields may change more than the prompt and the choice of tokens, such as a parser of the answer.
+#: The same for chats. Other fields may change more than the prompt and the choice of tokens, such as a parser
+#: of the answer.
 _FOLLOWED_CHAT: Mapping[str, Callable[[object], bool]] = {
     **{name: holds for name, holds in _FOLLOWED.items() if name not in ("prompt", "suffix", "best_of")},
     **dict.fromkeys(("messages", "chat_template", "chat_template_kwargs"), lambda value: True),
@@ -192,8 +199,9 @@ _SAMPLING = (
 def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
     """Whether another node could go on with a decode node's stream if the node is lost.
 
-    A server of vLLM begins a request anew: its counts of tokens, its grammar and its generator of random numbers know nothing of
-    the answer so far. So its answer must depend on nothing but the tokens so far. A reference node is told them.
+    A server of vLLM begins a request anew: its counts of tokens, its grammar and its generator of random
+    numbers know nothing of the answer so far. So its answer must depend on nothing but the tokens so far. A
+    reference node is told them.
     """
     if not body.get("stream") or not node.continues_answers:
         return False
@@ -211,7 +219,8 @@ def followed_body(body: Mapping[str, Any], node: Abilities, move_as: str) -> dic
     """Return a decode request whose stream has the ids of its tokens.
 
     Args:
-        node: As it has described itself. If it was restarted with another model since then, it refuses the request.
+        node: As it has described itself. If it was restarted with another model since then, it refuses the
+            request.
         move_as: The name by which the node can be asked to stop the answer for another node.
     """
     params = body.get("kv_transfer_params") or {}
@@ -220,7 +229,10 @@ def followed_body(body: Mapping[str, Any], node: Abilities, move_as: str) -> dic
 
 
 def beginning_of(body: Mapping[str, Any], path: str, node: Abilities, event: Event) -> Beginning | None:
-    """Return what the client has before the first event of a stream: no token. None if the answer cannot be followed."""
+    """Return what the client has before the first event of a stream: no token.
+
+    None if the answer cannot be followed.
+    """
     head = event.content
     created = head.get("created")
     if not is_followed(body, path, node) or type(created) is not int:
@@ -267,7 +279,8 @@ def _without_prompt(raw: bytes) -> Event:
 
 @dataclass
 class ReferenceBeginning(Beginning):
-    """For reference nodes, which take the tokens of an answer, and hold back the same of its text as the node before.
+    """For reference nodes, which take the tokens of an answer, and hold back the same of its text as the node
+    before.
 
     Attributes:
         model: Digest of the node that chose the tokens.
@@ -309,9 +322,10 @@ class ReferenceBeginning(Beginning):
 class StitchedBeginning(Beginning):
     """For servers of vLLM, which get prompt and tokens as one prompt.
 
-    Such a server holds back the text of a token that is a part of a character, and may put several tokens into one event. So
-    after some tokens it is not known how much of their text the client has. Another server is told the tokens up to the last one
-    that ended a text. It chooses those after it once more, and what the client has of their text is taken out.
+    Such a server holds back the text of a token that is a part of a character, and may put several tokens
+    into one event. So after some tokens it is not known how much of their text the client has. Another server
+    is told the tokens up to the last one that ended a text. It chooses those after it once more, and what the
+    client has of their text is taken out.
 
     Attributes:
         model: Identity of the server that chose the tokens.
@@ -346,7 +360,8 @@ class StitchedBeginning(Beginning):
             return False
         if 0 < node.vllm_most_tokens < self.max_tokens:
             return False  # it would count from its first token
-        # A server refuses a request whose prompt and `max_tokens` are longer than this, which must not happen half-way.
+        # A server refuses a request whose prompt and `max_tokens` are longer than this, which must not happen
+        # half-way.
         return len(self.prompt) + self.max_tokens <= node.vllm_max_model_len
 
     def decode_body(
@@ -377,7 +392,8 @@ class StitchedBeginning(Beginning):
         if len(self._later_text) > len(self._sent_text):
             self._sent_text = self._later_text
         if len(token_ids) == 1 and text and not text.endswith(REPLACEMENT):
-            # Nothing is held back: the server would have held back all of a text that ends with a part of a character.
+            # Nothing is held back: the server would have held back all of a text that ends with a part of a
+            # character.
             self.token_ids += self._later_ids
             self._sent_text = self._sent_text[len(self._later_text) :]
             self._later_ids, self._later_text = [], ""
@@ -458,7 +474,10 @@ class _Rewriter:
 
 
 def dated(event: Event, created: int) -> Event:
-    """Return an event with another time. A stream has one; text follows after it, so the first match is the field."""
+    """Return an event with another time.
+
+    A stream has one; text follows after it, so the first match is the field.
+    """
     return Event(_CREATED.sub(rb"\g<1>%d" % created, event.raw, count=1))
 
 

@@ -22,9 +22,10 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 }
 
 #: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node,
-#: whose token is not used, does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
-#: because a prompt that lacked an unknown field could be another prompt, whose cache the decode node refuses. So `tools`,
-#: `tool_choice` and all that a chat template may read stay.
+#: whose token is not used, does not receive them: they cost it time, and some make it fail. This is a list of
+#: what to leave out, and not of what to keep, because a prompt that lacked an unknown field could be another
+#: prompt, whose cache the decode node refuses. So `tools`, `tool_choice` and all that a chat template may
+#: read stay.
 _ONLY_FOR_SAMPLING = frozenset(
     {
         *("seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "use_beam_search", "length_penalty"),
@@ -38,7 +39,8 @@ _ONLY_FOR_SAMPLING = frozenset(
 )
 #: A grammar, which a server compiles. Some chat templates read it as well, but a prompt has no template.
 _GRAMMAR = frozenset({"response_format"})
-#: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which only one is loaded.
+#: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which
+#: only one is loaded.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 
@@ -108,7 +110,10 @@ def decode_body(
 
 
 def headers_of(headers: Mapping[str, str], request_id: str, *, passes_keys_on: bool) -> dict[str, str]:
-    """Return the headers of a client's request for nodes. They share one request id, as vLLM's nodes require."""
+    """Return the headers of a client's request for nodes.
+
+    They share one request id, as vLLM's nodes require.
+    """
     own = {"X-Request-Id": request_id}
     if passes_keys_on and "Authorization" in headers:
         own["Authorization"] = headers["Authorization"]

@@ -1,7 +1,8 @@
 """Whether a node's answer has come to its end: the one place that says what a complete answer is. Pure.
 
-A connection that closes says nothing. A node that is killed behind a proxy, or that is stopping, ends its answer as if all of it
-had been sent. So a stream is complete after a `finish_reason` for each of its choices, and a whole answer is one JSON object.
+A connection that closes says nothing. A node that is killed behind a proxy, or that is stopping, ends its
+answer as if all of it had been sent. So a stream is complete after a `finish_reason` for each of its choices,
+and a whole answer is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ CUT = "the node ended it without a finish_reason; is it stopping?"
 ABORTED = "the node aborted the request; is it stopping?"
 NOT_AN_OBJECT = "the node's answer is not one JSON object; was it cut off?"
 
-#: How the message begins with which a server of vLLM answers as soon as its engine has ended: it crashed, or the server is stopping.
+#: How the message begins with which a server of vLLM answers as soon as its engine has ended: it crashed, or
+#: the server is stopping.
 _ENGINE_ENDED = "EngineCore encountered an issue"
 
 
@@ -45,10 +47,13 @@ class Heard:
         self.has_said = self.has_usage = self.is_over = False
 
     def objection(self, event: Event) -> str:
-        """Return why an event shows that the node gives the answer up, before it is added. Empty: it does not.
+        """Return why an event shows that the node gives the answer up, before it is added.
 
-        An end is not believed before the last token. A server of vLLM that is stopping sends no chunk without a token, not even to
-        say that it aborts: only the counts of tokens, if they were asked for, and `[DONE]`.
+        Empty: it does not.
+
+        An end is not believed before the last token. A server of vLLM that is stopping sends no chunk without
+        a token, not even to say that it aborts: only the counts of tokens, if they were asked for, and
+        `[DONE]`.
         """
         if is_abort(event):
             return ABORTED

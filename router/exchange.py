@@ -1,11 +1,12 @@
 """One request on its way through the nodes: what has happened so far, and what follows from it.
 
-Events come in as calls of `Exchange`, and each returns the actions that follow, in their order; `performance` does them and
-reports what comes of it. There is no I/O, clock or task here, so that a simulator can try every order of answers, losses and
-leaving clients. `docs/router-design.md` has the table of states.
+Events come in as calls of `Exchange`, and each returns the actions that follow, in their order; `performance`
+does them and reports what comes of it. There is no I/O, clock or task here, so that a simulator can try every
+order of answers, losses and leaving clients. `docs/router-design.md` has the table of states.
 
-What must never break: the client gets each byte of one answer, once and in order, and one end. Each offer that was opened is
-settled once, and released unless a decode node has it. After the end no node is asked for anything.
+What must never break: the client gets each byte of one answer, once and in order, and one end. Each offer
+that was opened is settled once, and released unless a decode node has it. After the end no node is asked for
+anything.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from .moves import Stop, stop_of
 if TYPE_CHECKING:
     from .nodes import Tried, UpstreamNode
 
-#: The result of an offer. The decode node reports `loaded`, `failed` or `none` (there was nothing to load). `unknown`: it
-#: answered without such a report. `unanswered`: it was lost, it refused the request, or the client left first.
+#: The result of an offer. The decode node reports `loaded`, `failed` or `none` (there was nothing to load).
+#: `unknown`: it answered without such a report. `unanswered`: it was lost, it refused the request, or the
+#: client left first.
 Result = Literal["loaded", "failed", "none", "unknown", "unanswered"]
 #: How a decode node got the cache of a prompt.
 Source = Literal["rendezvous", "in_turn", "without_offer", "alone"]
@@ -42,8 +44,9 @@ Fact = Literal[
     "answer moved",
     "answer stopped",
 ]
-#: The router gives up a request after it has lost this many nodes, because the request may crash them. Three, and not one, because
-#: nodes also fail by themselves, and a request that moves to another node should survive that.
+#: The router gives up a request after it has lost this many nodes, because the request may crash them. Three,
+#: and not one, because nodes also fail by themselves, and a request that moves to another node should survive
+#: that.
 MAX_LOST = 3
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
@@ -83,10 +86,12 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The cache that a prefill node holds for a decode node, or a node that has stopped an answer for the one that goes on with it.
+    """The cache that a prefill node holds for a decode node, or a node that has stopped an answer for the one
+    that goes on with it.
 
     Attributes:
-        params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router made.
+        params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router
+            made.
         name: Of the rendezvous; empty: it is none, and the prompt is computed.
     """
 
@@ -102,7 +107,8 @@ class Begun:
     Attributes:
         result: What became of the offer.
         error: Why the load failed, or the request; empty if neither is said to have.
-        beginning: What the client has before the first event of a stream; None if no other node could go on with this answer.
+        beginning: What the client has before the first event of a stream; None if no other node could go on
+            with this answer.
         objection: Why a whole answer is none, although its status is 200; empty if it is one.
     """
 
@@ -156,7 +162,9 @@ class ChooseDecode(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskDecode(Action):
-    """Ask a decode node for the answer, with the offer of these params, to go on after the beginning that the client has."""
+    """Ask a decode node for the answer, with the offer of these params, to go on after the beginning that the
+    client has.
+    """
 
     node: UpstreamNode
     params: Mapping[str, Any] | None
@@ -271,7 +279,8 @@ class Exchange:
     Args:
         body: What the client sent, as all nodes get it.
         headers: For all nodes. They share one request id, as vLLM's nodes require.
-        explain: Says why no cache can be handed over to a node from another one, by what both have said; empty if it can.
+        explain: Says why no cache can be handed over to a node from another one, by what both have said;
+            empty if it can.
 
     Attributes:
         tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
@@ -279,9 +288,10 @@ class Exchange:
         placement: Which nodes were chosen and why, for the client; empty if roles have decided.
         offer: Of the present attempt; None: there is none.
         decode: The decode node that was asked last.
-        beginning: What the client has of a stream, if another node could go on with it. Every further decode node must do that.
-        moved_from: The node that has stopped the answer last, so that another one goes on with it. It is the last resort, because it
-            still has the cache. None: no node has.
+        beginning: What the client has of a stream, if another node could go on with it. Every further decode
+            node must do that.
+        moved_from: The node that has stopped the answer last, so that another one goes on with it. It is the
+            last resort, because it still has the cache. None: no node has.
         failure: What ended the answer. None if nothing did.
         lost: Why each node was lost that had the request then, of both roles and over all attempts.
         is_complete: The client has been sent the end of a stream, so that it may leave.
@@ -453,7 +463,10 @@ class Exchange:
         return self._again(Note("decode lost", error))
 
     def decode_answered(self, begun: Begun) -> Actions:
-        """Pass on the beginning of an answer. From now on a failure of the prefill is the decode node's concern."""
+        """Pass on the beginning of an answer.
+
+        From now on a failure of the prefill is the decode node's concern.
+        """
         self._error = self._error or begun.error
         objection = begun.objection
         if self.beginning is None:
@@ -537,7 +550,8 @@ class Exchange:
     def _error_to_move_for(self, event: Event) -> str:
         """Return the error that an event is, if another node can go on with the answer.
 
-        Before the first token of all it is the client's: a load that failed would fail at the next node as well.
+        Before the first token of all it is the client's: a load that failed would fail at the next node as
+        well.
         """
         is_error = b'"error"' in event.raw and "error" in event.content
         if not is_error or self.beginning is None or not (self._heard.has_said or self._goes_on):
@@ -545,7 +559,10 @@ class Exchange:
         return error_in(event.content) or "the node ended it with an error"
 
     def _stopped(self, stop: Stop) -> Actions:
-        """Let another node go on with an answer that its node has stopped. It loads the cache, if it is told all of its tokens."""
+        """Let another node go on with an answer that its node has stopped.
+
+        It loads the cache, if it is told all of its tokens.
+        """
         assert self.decode is not None, "it has answered"
         assert self.beginning is not None, "it can go on elsewhere"
         self.moved_from, self.may_ask_both = self.decode, False
@@ -597,7 +614,9 @@ class Exchange:
         return [note, *self._fail(self._in_the_middle(error))]
 
     def _end_of_lost(self, error: ApiError) -> Actions:
-        """End an answer whose node was lost after the last token, with the counts that the client waits for."""
+        """End an answer whose node was lost after the last token, with the counts that the client
+        waits for.
+        """
         rest = [] if self.is_complete else [DONE]
         if rest and self._wants_usage and not self._heard.has_usage:
             usage = None if self.beginning is None else self.beginning.usage()
@@ -667,8 +686,8 @@ class Exchange:
         return actions
 
     def _release(self, offer: Offer) -> Actions:
-        # End a prefill that still runs before the release, because a producer may treat the release of an unfinished offer as an
-        # abort of its request.
+        # End a prefill that still runs before the release, because a producer may treat the release of an
+        # unfinished offer as an abort of its request.
         return [EndPrefill(), Release(offer)]
 
     def _close(self) -> Actions:
@@ -678,7 +697,9 @@ class Exchange:
         return [Explained(self.offer, self.decode, self._error)]
 
     def _read_errors(self, events: Iterable[Event]) -> Actions:
-        """Look for the reason of a failure in events; release an offer that was not loaded by what the node says there."""
+        """Look for the reason of a failure in events; release an offer that was not loaded by what the node
+        says there.
+        """
         was_known = bool(self._error)
         for event in reversed(list(events)):
             self._error = self._error or error_in(event.content)

@@ -1,6 +1,8 @@
-"""What the router knows of the work at its nodes, for `placement`: it notes each request's way through them, and learns from it.
+"""What the router knows of the work at its nodes, for `placement`: it notes each request's way through them,
+and learns from it.
 
-`Fleet` owns the loads and forgets those of processes that have ended. `Progress` is one request's part of them.
+`Fleet` owns the loads and forgets those of processes that have ended. `Progress` is one request's part of
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .prefixes import Prefixes
 from .states import Occupancy
 
 Mode = Literal["auto", "never", "always"]
-#: Nodes, and pairs of nodes, that are remembered. A request that ends after its node has gone would keep that one for ever.
+#: Nodes, and pairs of nodes, that are remembered. A request that ends after its node has gone would keep that
+#: one for ever.
 MAX_NODES = MAX_PAIRS = 4096
 #: A client may write any number as the limit of an answer.
 MAX_ANSWER_TOKENS = 1_000_000
@@ -75,13 +78,17 @@ class Fleet:
         return self._handovers[pair]
 
     def forget(self, url: str) -> None:
-        """Forget a node whose process has ended: the next one may be another machine's, and has cached nothing."""
+        """Forget a node whose process has ended: the next one may be another machine's, and has cached
+        nothing.
+        """
         self._loads.pop(url, None)
         self.prefixes.forget(url)
         self._handovers = {pair: rate for pair, rate in self._handovers.items() if url not in pair}
 
     def choose(self, progress: Progress, prefills: Sequence[str], decodes: Sequence[str]) -> Choice | None:
-        """Choose the nodes for a request, of those with these URLs; None if no node can do both, so that roles decide."""
+        """Choose the nodes for a request, of those with these URLs; None if no node can do both, so that
+        roles decide.
+        """
         progress.is_counted = not set(prefills).isdisjoint(decodes)
         if not progress.is_counted:
             return None
@@ -91,7 +98,8 @@ class Fleet:
             first,
             first if decodes == prefills else [self.load(url) for url in decodes],
             self.handover,
-            # Before anything was measured, a limit that the guess misses would send every request to the longest queue.
+            # Before anything was measured, a limit that the guess misses would send every request to the
+            # longest queue.
             self.limits if self._pace.is_known else Limits(),
             self.clock(),
             may_be_local=self.mode != "always",

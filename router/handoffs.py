@@ -26,7 +26,8 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 
 #: The header with a decode node's report.
 TRANSFER_HEADER = "X-KV-Transfer"
-#: A node's error code for a request that failed after it was accepted. Without the header above it means a failed load.
+#: A node's error code for a request that failed after it was accepted. Without the header above it means a
+#: failed load.
 LOAD_FAILED = "generation_failed"
 
 #: Bounds on requests to producers that do not answer. The lease ends an offer that we do not release.
@@ -128,7 +129,10 @@ class Handoffs:
     async def stop(
         self, session: aiohttp.ClientSession, exchange: Exchange, node: UpstreamNode, name: str
     ) -> None:
-        """Ask a decode node to stop an answer after its next token, for another node to go on with. Its stream says whether it did."""
+        """Ask a decode node to stop an answer after its next token, for another node to go on with.
+
+        Its stream says whether it did.
+        """
         await _told(session, exchange, node, f"move-{uuid.uuid4().hex}", {MOVE: name})
 
     def _begin(self, telling: Coroutine[Any, Any, None]) -> None:

@@ -1,6 +1,7 @@
 """One check of a node: ask `/ready`, or `/health` if the node has no `/ready`, and interpret the answer.
 
-A node of ours says on `/ready` what it is. A server of vLLM is asked with a request of one token, once per process.
+A node of ours says on `/ready` what it is. A server of vLLM is asked with a request of one token, once per
+process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAX_HEALTH_BYTES = 64 << 10
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-#: The paths to ask, in order of preference. Most servers other than ours, vLLM among them, have only `/health`.
+#: The paths to ask, in order of preference. Most servers other than ours, vLLM among them, have only
+#: `/health`.
 READY_PATH, HEALTH_PATH = "/ready", "/health"
 _NO_HEALTH = Health(None, f"neither {READY_PATH} nor {HEALTH_PATH} exists")
 #: Answers of a server that does not have a path.
@@ -40,7 +42,8 @@ MAX_REASON_CHARS = 400
 MAX_STATED = 10**9
 #: The largest page of `/metrics`.
 MAX_METRICS_BYTES = 4 << 20
-#: How long a busy server of vLLM may take to say what it is. It answers after the requests that wait before this one.
+#: How long a busy server of vLLM may take to say what it is. It answers after the requests that wait before
+#: this one.
 QUESTION_TIMEOUT_S = 60.0
 #: How vLLM's `/metrics` states its load, with a row per engine.
 _VLLM_LOAD = re.compile(
@@ -112,10 +115,11 @@ class Prober:
         return health
 
     async def completed(self, session: aiohttp.ClientSession, timeout_s: float, health: Health) -> Health:
-        """Return the result of a check that found the node ready, with what a server of vLLM says of itself elsewhere.
+        """Return the result of a check that found the node ready, with what a server of vLLM says of itself
+        elsewhere.
 
-        The first check of a process waits for that, so that no request goes to a node of another role. A busy server may take
-        longer; then a later check has it.
+        The first check of a process waits for that, so that no request goes to a node of another role. A busy
+        server may take longer; then a later check has it.
         """
         await self._learn_version(session, timeout_s)
         if not self.version or self._path != HEALTH_PATH:  # vLLM has no `/ready`
@@ -249,8 +253,9 @@ async def ask_health(
         return Health(None, f"{path} did not answer within {timeout_s:g} s", ends_requests=True)
     except aiohttp.ClientConnectorError as error:
         if error.os_error.errno == errno.ECONNREFUSED:
-            # The host is alive, and closes the connections of a process that ends. So do not end requests in flight: at a
-            # node that only stopped listening, as vLLM does while it drains, they can still finish.
+            # The host is alive, and closes the connections of a process that ends. So do not end requests in
+            # flight: at a node that only stopped listening, as vLLM does while it drains, they can still
+            # finish.
             return Health(NodeState.GONE, "the process is gone: connection refused")
         # A failed DNS look-up says nothing about existing connections.
         is_silent = not is_local(error) and not isinstance(error, aiohttp.ClientConnectorDNSError)
@@ -284,8 +289,8 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
         return Health(NodeState.DRAINING, said, is_reported=True)
     if word == "overloaded":
         return Health(NodeState.OVERLOADED, said, is_reported=True, kv_role=kv_role, occupancy=occupancy)
-    # A node that can no longer hand over may still finish its answers; a node with a dead engine cannot. vLLM answers
-    # `/health` with 503 and an empty body, and only if its engine is dead.
+    # A node that can no longer hand over may still finish its answers; a node with a dead engine cannot. vLLM
+    # answers `/health` with 503 and an empty body, and only if its engine is dead.
     is_dead = word not in ("starting", "failing") if path == HEALTH_PATH else word == "dead"
     return Health(NodeState.GONE, said, ends_requests=is_dead, is_reported=bool(word))
 

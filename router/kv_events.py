@@ -1,11 +1,12 @@
-"""Follow the events in which nodes say what their prefix caches store and remove: those of vLLM's ZeroMQ publisher.
+"""Follow the events in which nodes say what their prefix caches store and remove: those of vLLM's ZeroMQ
+publisher.
 
-A node says on `/ready`, or in its description, at which port it publishes. The router connects to that port of the host that it
-knows the node by, and nowhere else. It speaks ZMTP 3.0 itself, because a ZeroMQ socket would collect any number of a message's
-frames in memory before it handed them over.
+A node says on `/ready`, or in its description, at which port it publishes. The router connects to that port
+of the host that it knows the node by, and nowhere else. It speaks ZMTP 3.0 itself, because a ZeroMQ socket
+would collect any number of a message's frames in memory before it handed them over.
 
-What must never break: what comes in is not trusted. A message has bounds, a node's events get a bounded share of the router's time,
-and whatever is wrong with them only makes the router forget what the node has.
+What must never break: what comes in is not trusted. A message has bounds, a node's events get a bounded share
+of the router's time, and whatever is wrong with them only makes the router forget what the node has.
 """
 
 from __future__ import annotations
@@ -378,7 +379,10 @@ class EventFollower:
             connection.close()
 
     async def _replay(self, url: str, publisher: Publisher, first: int) -> int:
-        """Take in the batches from a number on that the node still has. Returns the number after the last of them."""
+        """Take in the batches from a number on that the node still has.
+
+        Returns the number after the last of them.
+        """
         expected = first
         if not publisher.replay_port:
             return expected

@@ -12,7 +12,8 @@ SLOT_S: Final = 10
 NUM_SLOTS: Final = 30
 SHARES: Final = (0.5, 0.9, 0.99)
 
-#: A time is counted in a bucket whose end is this many times its beginning, so a percentile is wrong by 5 % at most.
+#: A time is counted in a bucket whose end is this many times its beginning, so a percentile is wrong by 5 %
+#: at most.
 _RATIO: Final = 1.1
 _SHORTEST_S: Final = 1e-4
 _LONGEST_S: Final = 3600.0
@@ -25,7 +26,10 @@ class Latencies:
         self._slots: deque[tuple[int, Counter[int]]] = deque(maxlen=NUM_SLOTS)
 
     def note(self, seconds: float) -> None:
-        """Count a time that has just ended. Shorter and longer ones than the buckets count in the first and the last one."""
+        """Count a time that has just ended.
+
+        Shorter and longer ones than the buckets count in the first and the last one.
+        """
         slot = int(time.monotonic() / SLOT_S)
         if not self._slots or self._slots[-1][0] != slot:
             self._slots.append((slot, Counter()))
@@ -33,7 +37,8 @@ class Latencies:
         self._slots[-1][1][int(math.log(bounded / _SHORTEST_S, _RATIO))] += 1
 
     def report(self) -> dict[str, Any]:
-        """Return as JSON the percentiles in milliseconds, of all and per slot: oldest first, None where nothing was counted.
+        """Return as JSON the percentiles in milliseconds, of all and per slot: oldest first, None where
+        nothing was counted.
 
         The last slot is not over.
         """

@@ -334,7 +334,9 @@ async def _serve(
 
 
 def drain_timeout_s(options: argparse.Namespace) -> float:
-    """How long requests in flight have to finish; infinity if nothing waits for this process to make way for another one."""
+    """How long requests in flight have to finish; infinity if nothing waits for this process to make way for
+    another one.
+    """
     if options.drain_timeout_s is None:
         return math.inf if options.reuse_port else DRAIN_TIMEOUT_S
     timeout_s: float = options.drain_timeout_s
@@ -351,7 +353,8 @@ async def _drain(
     router.announce_drain()
     await asyncio.sleep(options.drain_delay_s)
     if options.reuse_port:
-        # The other router serves new connections. This one serves what it has accepted, and closes the connections after it.
+        # The other router serves new connections. This one serves what it has accepted, and closes the
+        # connections after it.
         steer_to_newest(listener)
         await asyncio.sleep(HALF_OPEN_S)  # accept the connections that were being made
         server.close()

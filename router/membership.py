@@ -63,7 +63,8 @@ class DnsTarget:
     """A DNS name, each address of which is a node that listens on `port`.
 
     Attributes:
-        scheme: One of `DNS_SCHEMES`. With `dns+https` the nodes' certificates must have the name, not the addresses.
+        scheme: One of `DNS_SCHEMES`. With `dns+https` the nodes' certificates must have the name, not the
+            addresses.
     """
 
     name: str
@@ -79,7 +80,10 @@ class DnsTarget:
 
 
 def server_name_of(source: str) -> str:
-    """Return the name in the certificates of the nodes that a source names. Empty if each has the host of its own URL."""
+    """Return the name in the certificates of the nodes that a source names.
+
+    Empty if each has the host of its own URL.
+    """
     is_dns = source.startswith("dns+https://")
     return (URL(source).host or "") if is_dns else ""
 
@@ -104,10 +108,12 @@ def parse_target(text: str) -> str | DnsTarget:
 def parse_url(text: str) -> str:
     """Return the URL of a node without a slash at its end.
 
-    `/nodes`, `/health` and `/metrics` show the URLs of nodes without asking for a key, so nothing in them may be a secret.
+    `/nodes`, `/health` and `/metrics` show the URLs of nodes without asking for a key, so nothing in them may
+    be a secret.
 
     Raises:
-        BadNodesError: It is not an HTTP URL, or has more than a host and a port. The message has no credentials.
+        BadNodesError: It is not an HTTP URL, or has more than a host and a port. The message has no
+            credentials.
     """
     parts = _parts(text)
     shown = _shown(text)
@@ -125,7 +131,8 @@ def parse_url(text: str) -> str:
     return text.rstrip("/")
 
 
-#: A URL with a host, perhaps a port, and nothing else. Other characters would need quoting wherever it is shown.
+#: A URL with a host, perhaps a port, and nothing else. Other characters would need quoting wherever it is
+#: shown.
 _ADDRESS = re.compile(r"[a-z+]+://([\w.-]+|\[[0-9a-f:.]+(%25[\w.-]+)?\])(:[0-9]{1,5})?/?", re.IGNORECASE)
 
 

@@ -30,7 +30,8 @@ DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.
 FIRST_PIECE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-#: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that gave the piece.
+#: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that
+#: gave the piece.
 NotePiece = Callable[[Source], None]
 
 
@@ -152,7 +153,9 @@ class RouterMetrics:
         return note_piece
 
     def latencies(self) -> dict[str, Any]:
-        """Return percentiles of the last minutes as JSON: of the times to first token, and of those between tokens."""
+        """Return percentiles of the last minutes as JSON: of the times to first token, and of those between
+        tokens.
+        """
         reports = {name: latencies.report() for name, latencies in self._latencies.items()}
         return {"slot_s": SLOT_S, **reports}
 

@@ -1,6 +1,7 @@
 """Recognizes an answer that its node has stopped, for another node to go on with it. Pure.
 
-The client must not see where one node stopped: it gets the event that the node would have sent if it had gone on.
+The client must not see where one node stopped: it gets the event that the node would have sent if it had gone
+on.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ def stop_of(event: Event) -> Stop | None:
 
 
 def signal_in(choice: Mapping[str, Any], sign: str) -> str | None:
-    """Return what a vLLM node's connector says after `sign` at the end of an answer; None if it says no such thing.
+    """Return what a vLLM node's connector says after `sign` at the end of an answer; None if it says no such
+    thing.
 
-    A client's own stop text may be the same as the sign. But vLLM then ends the answer by `stop`, and the connector ends it by `length`,
-    for which vLLM gives no stop reason.
+    A client's own stop text may be the same as the sign. But vLLM then ends the answer by `stop`, and the
+    connector ends it by `length`, for which vLLM gives no stop reason.
     """
     reason = choice.get("stop_reason")
     if choice.get("finish_reason") != "length" or not isinstance(reason, str) or not reason.startswith(sign):

@@ -1,8 +1,8 @@
 """The nodes of a role: which there are, how each of them is, and which one gets the next request.
 
-Checks decide whether a node is ready, draining or gone. If a request's connection breaks, the node is checked at once. Requests
-that fail in a row eject a node whose checks succeed. `states` has the rules, `membership` those about sources, and `policies`
-the choice between nodes that are equally well.
+Checks decide whether a node is ready, draining or gone. If a request's connection breaks, the node is checked
+at once. Requests that fail in a row eject a node whose checks succeed. `states` has the rules, `membership`
+those about sources, and `policies` the choice between nodes that are equally well.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class NodeGoneError(Exception):
     Attributes:
         reason: Why, without the node's name.
         is_explained: The reason comes from a health check; otherwise from the request itself.
-        may_eject: The failure counts towards an ejection. False if the node only takes no request now, for example because it
-            drains, or if the router itself failed.
-        is_lost: The connection broke, or the engine ended, while the node had the request. The request may be why.
+        may_eject: The failure counts towards an ejection. False if the node only takes no request now, for
+            example because it drains, or if the router itself failed.
+        is_lost: The connection broke, or the engine ended, while the node had the request. The request may be
+            why.
     """
 
     def __init__(
@@ -113,15 +114,19 @@ class UpstreamNode:
         occupancy: The load that the node reported at the last check. None if it reported none.
         num_others: Requests at the node, at the last check, that are not this router's.
         num_at_once: Prefills in flight whose decode node was asked at the same time.
-        num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
+        num_offers: Offers of the node that the router has given, or is about to give, to a decode node that
+            has not answered.
         kv_role: What the node does by its own account; see `Health`.
         models: What the node serves; see `Health`.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
         place: Where a decode node can claim from this one: what its connector has said of itself, or the
-            `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was gone.
+            `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was
+            gone.
         continues_answers: As the node reported last; see `Health`.
-        num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of it again.
-        kv_events: Where the node publishes what its prefix cache stores and removes, in its own words. Empty if it does not.
+        num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of
+            it again.
+        kv_events: Where the node publishes what its prefix cache stores and removes, in its own words. Empty
+            if it does not.
         on_ended: Called with the URL when the node's process has ended.
         on_occupancy: Called with the URL and the load that the node reported.
         leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
@@ -189,11 +194,16 @@ class UpstreamNode:
         return Abilities(self.continues_answers, prober.vllm_max_model_len, prober.vllm_models, default, most)
 
     def serves(self, model: object) -> bool:
-        """Whether the node can answer a request for this model, as far as it is known. None is the node's own model."""
+        """Whether the node can answer a request for this model, as far as it is known.
+
+        None is the node's own model.
+        """
         return not isinstance(model, str) or not model or not self.models or model in self.models
 
     def difference_to(self, producer: UpstreamNode) -> str:
-        """Say why no cache can be handed over from another node to this one, by what both have said; empty if it can."""
+        """Say why no cache can be handed over from another node to this one, by what both have said; empty if
+        it can.
+        """
         ours, theirs = self._prober.fields, producer._prober.fields
         compared = (ours.keys() | theirs.keys()) - _NOT_OF_A_CACHE if ours and theirs else set()
         if not (differing := sorted(key for key in compared if ours.get(key) != theirs.get(key))):
@@ -257,8 +267,8 @@ class UpstreamNode:
         if health.is_local and health.error != self.last_error:
             logger.error("the router cannot check %s node %s: %s", self.role, self.url, health.error)
         if NodeState.GONE in (self.state, health.state):
-            # The next process at this address has another epoch. Also when the node is back, because a late answer of the
-            # old process may have come meanwhile.
+            # The next process at this address has another epoch. Also when the node is back, because a late
+            # answer of the old process may have come meanwhile.
             self.place = self.kv_events = {}
             self.num_ends += 1
             self.on_ended(self.url)
@@ -281,8 +291,8 @@ class UpstreamNode:
             self.continues_answers = health.continues_answers
         is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
         if health.ends_requests and (health.state is NodeState.GONE or is_over):
-            # Do this at each such check, not only at the first: at the first one a request may have been writing to its client
-            # rather than waiting for the node.
+            # Do this at each such check, not only at the first: at the first one a request may have been
+            # writing to its client rather than waiting for the node.
             self.end_exchanges()
 
     def note_occupancy(self, occupancy: Occupancy | None, in_flight: int) -> None:
@@ -292,8 +302,8 @@ class UpstreamNode:
             in_flight: The most requests that this router had at the node during the check.
         """
         self.occupancy = occupancy
-        # Of a node that does both, this also counts what the router sent it in the other role. No policy chooses between such
-        # nodes: their placement does, which counts for itself.
+        # Of a node that does both, this also counts what the router sent it in the other role. No policy
+        # chooses between such nodes: their placement does, which counts for itself.
         self.num_others = max(0, occupancy.num_requests - in_flight) if occupancy is not None else 0
         if occupancy is not None:
             self.on_occupancy(self.url, occupancy)
@@ -377,8 +387,8 @@ class UpstreamNode:
                     self._exchanges.discard(limit)
         except (aiohttp.ClientError, TimeoutError) as error:
             if limit.expired():
-                # Not lost: when the router's machine stands still, it finds all nodes silent at once. A process that ends
-                # breaks its connections.
+                # Not lost: when the router's machine stands still, it finds all nodes silent at once. A
+                # process that ends breaks its connections.
                 raise NodeGoneError(self, self._why_ended, is_explained=True) from None
             self.num_connection_failures += 1
             self.doubt_identity()  # another process may be at this address by now
@@ -405,7 +415,10 @@ class UpstreamNode:
                 await ended
 
     async def watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
-        """Check the node again and again, and at once when a check is requested. Returns once it was dropped and is idle."""
+        """Check the node again and again, and at once when a check is requested.
+
+        Returns once it was dropped and is idle.
+        """
         try:
             await self._watch(session, interval_s, timeout_s)
         finally:
@@ -425,7 +438,8 @@ class UpstreamNode:
                 self.note(health)
                 self.note_occupancy(health.occupancy, max(before, self.in_flight))
             except Exception:
-                # These checks are the only deadline of requests at this node, so a bug of ours must not end them.
+                # These checks are the only deadline of requests at this node, so a bug of ours must not end
+                # them.
                 logger.exception("checking %s node %s failed", self.role, self.url)
                 self.note(
                     Health(None, "the health check failed by a bug of the router; its log has the traceback")
@@ -444,11 +458,14 @@ Tried = dict[UpstreamNode, NodeGoneError | None]
 
 
 class NodePool:
-    """The nodes of one role. It is the only owner of the set of nodes; sources say which nodes they contribute.
+    """The nodes of one role.
+
+    It is the only owner of the set of nodes; sources say which nodes they contribute.
 
     Args:
         urls: What the source `option` contributes.
-        policy: Chooses between nodes that are equally well. By default, the node with the fewest requests gets the next one.
+        policy: Chooses between nodes that are equally well. By default, the node with the fewest requests
+            gets the next one.
         ejection: When requests that fail eject a node.
 
     Attributes:
@@ -500,8 +517,8 @@ class NodePool:
     def contribute(self, source: str, urls: Iterable[str]) -> None:
         """Replace what a source contributes.
 
-        A node that no source names any more finishes its requests before it is forgotten. If a source names it again in the
-        meantime, it stays.
+        A node that no source names any more finishes its requests before it is forgotten. If a source names
+        it again in the meantime, it stays.
         """
         named = dict.fromkeys(url.rstrip("/") for url in urls)
         change = self._contributions.update(source, named)
@@ -521,7 +538,10 @@ class NodePool:
             self.policy.nodes_changed(self._contributions.urls())
 
     def server_name(self, url: str) -> str:
-        """Return the name that a node's certificate must have, if that is not the host of its URL. Otherwise empty."""
+        """Return the name that a node's certificate must have, if that is not the host of its URL.
+
+        Otherwise empty.
+        """
         return next(filter(None, map(server_name_of, self.sources_of(url))), "")
 
     def named_by(self, source: str) -> frozenset[str]:
@@ -587,16 +607,20 @@ class NodePool:
     ) -> AsyncIterator[UpstreamNode]:
         """Choose a node that is not in `tried`, and add it there. The policy chooses between the best ones.
 
-        Ready nodes are the best ones. If there is none, choose one that was never checked: a router that has just started has no
-        others. Overloaded nodes come next, which may answer 429 themselves, and ejected nodes are the last resort.
+        Ready nodes are the best ones. If there is none, choose one that was never checked: a router that has
+        just started has no others. Overloaded nodes come next, which may answer 429 themselves, and ejected
+        nodes are the last resort.
 
         Args:
-            preferred: URL of the node to choose if it is one of the best and has at most its share of the requests.
+            preferred: URL of the node to choose if it is one of the best and has at most its share of the
+                requests.
 
-        The block is one request to the node. If it ends without an error in `tried`, the node has answered the request.
+        The block is one request to the node. If it ends without an error in `tried`, the node has answered
+        the request.
 
         Raises:
-            NoNodeError: There is no such node (the message gives the reason for each node), or the pool is closed.
+            NoNodeError: There is no such node (the message gives the reason for each node), or the pool is
+                closed.
         """
         node = self.pick(tried, may_use, body=body, preferred=preferred)
         if node is None:
@@ -614,7 +638,10 @@ class NodePool:
         body: Mapping[str, Any] | None = None,
         preferred: str = "",
     ) -> UpstreamNode | None:
-        """Choose a node as `use_one` does; None if there is none, or the pool is closed. The caller is to use it at once."""
+        """Choose a node as `use_one` does; None if there is none, or the pool is closed.
+
+        The caller is to use it at once.
+        """
         candidates = [] if self._is_closed else self._candidates(tried, may_use or _any, body or {})
         if not candidates:
             return None
@@ -624,7 +651,10 @@ class NodePool:
 
     @contextlib.contextmanager
     def using(self, node: UpstreamNode, tried: Tried) -> Iterator[None]:
-        """Count a request to the node for as long as the block lasts. A failure is one that `tried` has at its end."""
+        """Count a request to the node for as long as the block lasts.
+
+        A failure is one that `tried` has at its end.
+        """
         tried[node] = None
         node.in_flight += 1
         try:
@@ -663,7 +693,10 @@ class NodePool:
         return [node for node in usable if node not in tried and may_use(node)]
 
     async def no_node(self, tried: Tried, body: Mapping[str, Any]) -> NoNodeError:
-        """Return the error that says of each node why it cannot take a request. Takes up to `CAUSE_WAIT_S`."""
+        """Return the error that says of each node why it cannot take a request.
+
+        Takes up to `CAUSE_WAIT_S`.
+        """
         if self._is_closed:
             what = f"the router is stopping: no {self.role} node can take the request"
             return NoNodeError(what, retry_after_s=None)
@@ -687,7 +720,8 @@ def _chosen(
 
 def _had_request(error: Exception) -> bool:
     """Whether a node may have received the request whose connection ended with this error."""
-    # An outage refuses connections at one node after the other. That ends no node, so it must not use up the limit.
+    # An outage refuses connections at one node after the other. That ends no node, so it must not use up the
+    # limit.
     return isinstance(
         error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | aiohttp.ClientPayloadError
     ) and not isinstance(error, aiohttp.ClientConnectorError)

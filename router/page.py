@@ -1,7 +1,8 @@
-"""The page at `/`: the nodes, the requests in flight, the throughput, and where the time of recent requests went.
+"""The page at `/`: the nodes, the requests in flight, the throughput, and where the time of recent requests
+went.
 
-The page is one file without anything from elsewhere. It asks for `STATE_PATH` once per second. It does not use server-sent events,
-because a browser's `EventSource` cannot send an API key.
+The page is one file without anything from elsewhere. It asks for `STATE_PATH` once per second. It does not
+use server-sent events, because a browser's `EventSource` cannot send an API key.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Page:
         return web.Response(text=self._html, content_type="text/html", headers=self._headers)
 
     async def _state(self, request: web.Request) -> web.Response:
-        """Answer with the state. `?since=N` leaves out finished requests that a former answer, whose `last` was N, had."""
+        """Answer with the state.
+
+        `?since=N` leaves out finished requests that a former answer, whose `last` was N, had.
+        """
         since = request.query.get("since", "0")
         if not re.fullmatch("[0-9]{1,15}", since):
             raise bad_request(f"since={since[:80]!r}: it must be the 'last' of a former answer", "since")
@@ -103,7 +107,9 @@ class Page:
 
 
 def content_security_policy(html: str) -> str:
-    """Return a policy that allows the script and the style in `html`, requests to the page's origin, and nothing else."""
+    """Return a policy that allows the script and the style in `html`, requests to the page's origin, and
+    nothing else.
+    """
     sources = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

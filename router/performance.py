@@ -1,7 +1,7 @@
 """Does what an exchange wants done: asks nodes, writes to the client, and reports what comes of it.
 
-One task follows the exchange, and does one action after the other, so that nothing else writes to the client. A request to a node
-is a task of its own, whose result is the event that it ends with.
+One task follows the exchange, and does one action after the other, so that nothing else writes to the client.
+A request to a node is a task of its own, whose result is the event that it ends with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 DecodeAlone = Literal["auto", "always", "never"]
 #: How long to try to send the error that ends a stream to a client that does not read.
 ERROR_SEND_S = 1.0
-#: Answers that move at a time. Each of them pauses while the next node loads it, and the others go on where they are meanwhile.
+#: Answers that move at a time. Each of them pauses while the next node loads it, and the others go on where
+#: they are meanwhile.
 MAX_MOVES = 4
 #: How long a move keeps its turn, in case the node never stops the answer.
 MOVE_S = 5.0
@@ -71,8 +72,8 @@ class Services:
 
     Attributes:
         answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
-        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if it reports the
-            policy `recompute`.
+        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if
+            it reports the policy `recompute`.
         fleet: What the nodes have to do.
         moves: The turns of answers that move to another node.
         session: For requests to nodes.
@@ -192,8 +193,9 @@ class Performance:
                 self._note_all(exchange.client_left())
             finally:
                 self._close()
-            # Last, because a client that has the last byte may leave, which cancels what still waits here. What is waited for ends
-            # all the same: it was cancelled before, and a second time could break off how it ends.
+            # Last, because a client that has the last byte may leave, which cancels what still waits here.
+            # What is waited for ends all the same: it was cancelled before, and a second time could break off
+            # how it ends.
             await asyncio.shield(asyncio.gather(*self._closing, return_exceptions=True))
         if self._refusal is not None:
             raise self._refusal
@@ -402,9 +404,11 @@ class Performance:
         self._services.sessions.remember(self._turn, url)
 
     def _forget_ended(self) -> None:
-        """Let nodes whose process has ended since they were asked be asked again: an answer may outlive more losses than there are nodes.
+        """Let nodes whose process has ended since they were asked be asked again: an answer may outlive more
+        losses than there are nodes.
 
-        Only if the answer has gone on since. Otherwise a request that ends each node would also end those that come back.
+        Only if the answer has gone on since. Otherwise a request that ends each node would also end those
+        that come back.
         """
         if self._has_come:
             self._has_come = False
@@ -416,7 +420,8 @@ class Performance:
 
         def may_use(node: UpstreamNode) -> bool:
             is_able = not exchange.is_alone or services.computes_alone(node)
-            # Not the node that computes the prompt, where there is another one: its load is why it was not chosen.
+            # Not the node that computes the prompt, where there is another one: its load is why it was not
+            # chosen.
             return is_able and self._may_decode(node) and (node.url != self._chosen or not others)
 
         nodes = services.decode_pool.best(exchange.tried_decode, self._may_decode, exchange.body)
@@ -433,7 +438,9 @@ class Performance:
         return beginning is None or beginning.can_continue_at(node.abilities)
 
     def _last_resort(self) -> UpstreamNode | None:
-        """Return the node that has stopped the answer, if it is still there: it drains, but it has the cache."""
+        """Return the node that has stopped the answer, if it is still there: it drains, but it has
+        the cache.
+        """
         node = self._exchange.moved_from
         if node is None or node.state is NodeState.GONE or not self._may_decode(node):
             return None
@@ -553,7 +560,10 @@ class Performance:
         return actions
 
     async def _move_away(self, node: UpstreamNode, answer: NodeAnswer, move_as: str) -> None:
-        """Have a stream stopped, for another node to go on with, as soon as its node drains. Without another node it stays."""
+        """Have a stream stopped, for another node to go on with, as soon as its node drains.
+
+        Without another node it stays.
+        """
         services, exchange = self._services, self._exchange
         while True:
             await node.leaves.wait()
@@ -603,7 +613,9 @@ class Performance:
         body: Mapping[str, Any],
         path: str | None = None,
     ) -> NodeAnswer:
-        """Send a request to a node, and return its answer, whole or with its first event. Closing the stack aborts the request.
+        """Send a request to a node, and return its answer, whole or with its first event.
+
+        Closing the stack aborts the request.
 
         Raises:
             NodeGoneError: The connection broke before that, or health checks found the node gone.

@@ -1,10 +1,13 @@
-"""Where a request's prompt is computed: at the node that answers, or at another one that hands its cache over.
+"""Where a request's prompt is computed: at the node that answers, or at another one that hands its cache
+over.
 
-Comes in: what each node has to do, what it has taken for that so far, and how much of the prompt it has cached. Goes out: one
-node for the prompt, one for the answer, and the estimates behind the choice. Pure: the caller tells the time.
+Comes in: what each node has to do, what it has taken for that so far, and how much of the prompt it has
+cached. Goes out: one node for the prompt, one for the answer, and the estimates behind the choice. Pure: the
+caller tells the time.
 
-The arithmetic is in `docs/router-design.md`. What must never break: an estimate may be wrong, but never infinite or negative, so that no
-node is shut out for ever by what it has once shown; and a decision takes two passes over the nodes and a few pairs.
+The arithmetic is in `docs/router-design.md`. What must never break: an estimate may be wrong, but never
+infinite or negative, so that no node is shut out for ever by what it has once shown; and a decision takes two
+passes over the nodes and a few pairs.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-#: What a first request is estimated with, before any node was seen: a small model on one core. A few requests outweigh it.
-#: Points of a line over the tokens of a prompt, and over the answers of a step.
+#: What a first request is estimated with, before any node was seen: a small model on one core. A few requests
+#: outweigh it. Points of a line over the tokens of a prompt, and over the answers of a step.
 SECONDS_PER_PROMPT = ((16.0, 0.045), (512.0, 0.54))
 SECONDS_PER_STEP = ((1.0, 0.03), (8.0, 0.06))
 HANDOVER_S, SECONDS_PER_HANDED_TOKEN = 0.02, 2e-5
@@ -29,12 +32,13 @@ ANSWER_TOKENS = 64.0
 #: A measurement outside these is a clock's jump or a lie, and is cut off.
 MIN_S, MAX_S = 1e-7, 600.0
 
-# Where these numbers are not arithmetic, they were chosen with the simulator of `kvferry plan`, on the loads of
-# tests/routing/test_fleet_simulation.py.
+# Where these numbers are not arithmetic, they were chosen with the simulator of `kvferry plan`, on the loads
+# of tests/routing/test_fleet_simulation.py.
 
 #: Without a limit, a request is late when it takes so many times what it would take at an idle node.
 PATIENCE = 3.0
-#: Estimates are uncertain: up to this share of a limit it is surely kept, and beyond that share surely missed.
+#: Estimates are uncertain: up to this share of a limit it is surely kept, and beyond that share surely
+#: missed.
 SURELY_KEPT, SURELY_MISSED = 0.7, 1.1
 #: Missed limits that a request's whole allowance of time weighs as much as.
 WEIGHT_OF_TIME = 0.2
@@ -44,13 +48,14 @@ MAX_TIMES = 3.0
 RECENT_S = 10.0
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
-#: Seconds over which the work of all prompts is counted. Too short a time follows every burst, and each change of roles pauses
-#: answers: with 60 simulated nodes, 5 s kept the limits for 0.84 of the requests and 15 s for 0.92.
+#: Seconds over which the work of all prompts is counted. Too short a time follows every burst, and each
+#: change of roles pauses answers: with 60 simulated nodes, 5 s kept the limits for 0.84 of the requests and
+#: 15 s for 0.92.
 DEMAND_S = 12.0
 #: Of fewer nodes none is kept for prompts: comparing all pairs finds as much.
 MIN_NODES_WITH_ROLES = 3
-#: Cost, in missed limits, of giving an answer at a node that is kept for prompts. Later prompts pause the answer or wait at
-#: another node, and no estimate for this request alone sees that.
+#: Cost, in missed limits, of giving an answer at a node that is kept for prompts. Later prompts pause the
+#: answer or wait at another node, and no estimate for this request alone sees that.
 WEIGHT_IN_THE_WAY = 0.2
 
 
@@ -124,7 +129,8 @@ class Line:
     def rescale(self, x: float, seconds: float) -> None:
         """Keep the shape, and pass through a point.
 
-        Beside one fast measurement, slow guesses at other places would make a line on which length costs nothing.
+        Beside one fast measurement, slow guesses at other places would make a line on which length costs
+        nothing.
         """
         if math.isfinite(seconds):
             factor = min(max(seconds, MIN_S), MAX_S) / self.at(x)
@@ -140,9 +146,9 @@ class Work:
     Attributes:
         num_tokens: Of a prompt, those that are to be computed.
         at: When the prompt was sent there, or the answer's latest token came.
-        spare_s: Of an answer, and of a prompt whose answer the same node will give: by how much later its tokens may come, in sum,
-            for the limits to be kept. Not above 0: nothing makes it late, because it is already, or because another node answers
-            or nobody sees its tokens come.
+        spare_s: Of an answer, and of a prompt whose answer the same node will give: by how much later its
+            tokens may come, in sum, for the limits to be kept. Not above 0: nothing makes it late, because it
+            is already, or because another node answers or nobody sees its tokens come.
     """
 
     num_tokens: int
@@ -218,10 +224,13 @@ class NodeLoad:
     Attributes:
         prompts: In the order in which it computes them.
         answers: Those that it is giving.
-        coming: Those that it will give when another node has computed their prompts; `at` is when that probably is.
+        coming: Those that it will give when another node has computed their prompts; `at` is when that
+            probably is.
         pace: Of all nodes.
-        prompt: Seconds per prompt, by the number of tokens that are computed. Until one was measured, that of `pace`.
-        step: Seconds per token of an answer while no prompt is computed there, by the number of answers. As with `prompt`.
+        prompt: Seconds per prompt, by the number of tokens that are computed. Until one was measured, that of
+            `pace`.
+        step: Seconds per token of an answer while no prompt is computed there, by the number of answers. As
+            with `prompt`.
         queue_s: Until it has computed the prompts that it has.
         num_other_prompts, num_other_answers: Those of other routers' requests, at the latest check.
     """
@@ -236,8 +245,8 @@ class NodeLoad:
     queue_s: float = 0.0
     num_other_prompts: int = 0
     num_other_answers: int = 0
-    # The most requests that it had of this router since the latest check. One that came or ended during a check must not look
-    # like another router's.
+    # The most requests that it had of this router since the latest check. One that came or ended during a
+    # check must not look like another router's.
     _most_requests: int = 0
     _num_waiting: int = 0  # tokens of its prompts
     _done_at: float = 0.0  # when it had computed its latest prompt
@@ -251,7 +260,10 @@ class NodeLoad:
 
     @property
     def num_requests(self) -> int:
-        """How many of this router's requests it may have. In a rendezvous it has those whose prompts are computed elsewhere, too."""
+        """How many of this router's requests it may have.
+
+        In a rendezvous it has those whose prompts are computed elsewhere, too.
+        """
         return len(self.prompts) + len(self.answers) + len(self.coming)
 
     @property
@@ -260,7 +272,10 @@ class NodeLoad:
         return len(self.answers) + self.num_other_answers
 
     def note_all(self, num_running: int, num_waiting: int) -> None:
-        """Note what the node says that it has to do for all its clients. What is not this router's is other routers'."""
+        """Note what the node says that it has to do for all its clients.
+
+        What is not this router's is other routers'.
+        """
         num_others = max(0, num_running + num_waiting - max(self._most_requests, self.num_requests))
         self._most_requests = self.num_requests
         self.num_other_prompts = min(num_others, max(0, num_waiting - len(self.prompts) - len(self.coming)))
@@ -280,7 +295,9 @@ class NodeLoad:
         self._recent_at = prompt.at
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until it has computed the prompts that it has, of which it has computed the first for a while."""
+        """Return the seconds until it has computed the prompts that it has, of which it has computed the
+        first for a while.
+        """
         first = next(iter(self.prompts), None)
         if first is None:
             return self.queue_s  # that of other routers' prompts
@@ -320,7 +337,10 @@ class NodeLoad:
         self.queue_s += self.num_other_prompts * self.prompt.at(self.pace.mean_tokens)
 
     def tokens_came(self, answer: Work, now: float, num_tokens: int) -> None:
-        """Note tokens of an answer that came together. Their time is not that of steps if prompts were computed meanwhile."""
+        """Note tokens of an answer that came together.
+
+        Their time is not that of steps if prompts were computed meanwhile.
+        """
         seconds, answer.at = now - answer.at, now
         if math.isfinite(seconds):
             answer.spare_s -= seconds - num_tokens * self.step.at(self.num_answers)
@@ -332,7 +352,9 @@ class NodeLoad:
             self.pace.step_measured(self.num_answers, seconds / num_tokens)
 
     def num_delayed(self, seconds: float, now: float) -> float:
-        """Return how many answers would become late if a prompt that takes so long came after those that it has."""
+        """Return how many answers would become late if a prompt that takes so long came after those that it
+        has.
+        """
         num, behind_s = 0.0, 0.0
         for prompt in reversed(self.prompts):
             num += _made_late(prompt, behind_s, seconds)
@@ -362,7 +384,9 @@ def chance_to_miss(estimate_s: float, limit_s: float) -> float:
 
 
 def chance_of_more(mean: float, number: float) -> float:
-    """Return how likely more than a number of things happen that happen so often on average, independently of each other."""
+    """Return how likely more than a number of things happen that happen so often on average, independently of
+    each other.
+    """
     if number > 20:  # near enough, and no sum of a thousand terms
         return float(mean > number)
     chance = term = math.exp(-mean)
@@ -461,10 +485,12 @@ def choose(
     may_be_local: bool = True,
     may_hand_over: bool = True,
 ) -> Choice | None:
-    """Choose the nodes for a request: those by which the fewest requests become late, then those that add the least time.
+    """Choose the nodes for a request: those by which the fewest requests become late, then those that add the
+    least time.
 
     Args:
-        prefills, decodes: The nodes that may compute its prompt, and those that may answer it. A node may be in both.
+        prefills, decodes: The nodes that may compute its prompt, and those that may answer it. A node may be
+            in both.
         handover: Seconds per token, for a pair of nodes.
 
     Returns:
@@ -480,7 +506,8 @@ def choose(
         if may_be_local:
             own = [node for node in both if node not in kept]
             candidates = _least(own, [sum(glances[node]) for node in own])
-            # A request that is late anywhere is best added to the longest queue: no other one becomes late for it.
+            # A request that is late anywhere is best added to the longest queue: no other one becomes late
+            # for it.
             if own:
                 candidates[max(own, key=attrgetter("queue_s"))] = None
             pairs |= {(node, node): None for node in candidates}
@@ -509,10 +536,12 @@ def choose(
 
 
 def _for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[NodeLoad]:
-    """Return the nodes at which an answer would be in the way: as many as prompts keep busy, those with the fewest answers.
+    """Return the nodes at which an answer would be in the way: as many as prompts keep busy, those with the
+    fewest answers.
 
-    Without them answers spread over all nodes, because each is best given where there are few, and then every prompt pauses some.
-    Other routers' prompts are taken to be to theirs as many as this router's are to its own requests.
+    Without them answers spread over all nodes, because each is best given where there are few, and then every
+    prompt pauses some. Other routers' prompts are taken to be to theirs as many as this router's are to its
+    own requests.
     """
     if len(nodes) < MIN_NODES_WITH_ROLES or not (pace := nodes[0].pace).is_known:
         return set()
@@ -536,7 +565,9 @@ def _least(nodes: Sequence[NodeLoad], seconds: Sequence[float]) -> dict[NodeLoad
 
 
 def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
-    """Return what the prompt would take and add if this node computed it, and what the answer would if it gave it."""
+    """Return what the prompt would take and add if this node computed it, and what the answer would if it
+    gave it.
+    """
     num_answers, prompt, step = node.num_answers, node.prompt, node.step
     num_missing = ask.num_tokens - ask.cached.get(node.url, 0)
     prompt_s = prompt.start + prompt.slope * num_missing
@@ -583,9 +614,11 @@ def _rated(
     step_s = decode.step.at(decode.num_answers + 1)
     is_local = prefill is decode
     handover_s = 0.0 if is_local else HANDOVER_S + handover(prefill, decode).seconds * ask.num_tokens
-    # Computing a prompt gives the first token. After a handover, the decode node takes a step for it, as soon as its present one ends.
+    # Computing a prompt gives the first token. After a handover, the decode node takes a step for it, as soon
+    # as its present one ends.
     ttft_s = wait_s + prompt_s + handover_s + (0.0 if is_local else 1.5 * step_s)
-    # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts of its own node.
+    # Each answer of the node that computes the prompt pauses meanwhile, and so does this one for the prompts
+    # of its own node.
     others_s = prefill.num_answers * prompt_s
     pause_s = 0.0 if is_local else max(0.0, decode.wait_s(now) - ttft_s)
     num_steps = ask.num_steps
@@ -594,7 +627,8 @@ def _rated(
     spare_s = (num_steps - 1) * (itl_limit_s - step_s) - pause_s
     if ask.is_stream and num_steps > 1:
         rate, next_s = decode.to_come(now)
-        # Prompts that come while this one waits or is computed are computed right after it, that is, during its answer.
+        # Prompts that come while this one waits or is computed are computed right after it, that is, during
+        # its answer.
         window_s = num_steps * step_s + (wait_s + prompt_s if is_local else next_s)
         late = max(
             late, 1.0 if spare_s <= 0 else chance_of_more(rate * window_s, spare_s / max(next_s, MIN_S))

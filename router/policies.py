@@ -1,7 +1,8 @@
 """Which of several usable nodes gets a request. Pure: no clock, no socket.
 
-`least-loaded` is the default. The router cannot know whether its prompts share prefixes. If they do not, `prefix` only loses: of
-two concurrent prompts one may wait for the other while a second node is idle. `docs/router.md` says when to choose `prefix`.
+`least-loaded` is the default. The router cannot know whether its prompts share prefixes. If they do not,
+`prefix` only loses: of two concurrent prompts one may wait for the other while a second node is idle.
+`docs/router.md` says when to choose `prefix`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .ring import Ring, choose
 
 PolicyName = Literal["least-loaded", "prefix"]
 DEFAULT_PREFIX_LENGTH = 256
-#: A node's share of the requests, as a multiple of the mean. Smaller ones move prompts away from their cache more often,
-#: larger ones let requests wait while another node is idle.
+#: A node's share of the requests, as a multiple of the mean. Smaller ones move prompts away from their cache
+#: more often, larger ones let requests wait while another node is idle.
 LOAD_FACTOR = 1.25
 #: The usual mean for English text.
 CHARS_PER_TOKEN = 4
@@ -55,9 +56,9 @@ class Policy(ABC):
 class LeastLoaded(Policy):
     """Chooses the node with the fewest requests. Equal nodes are taken round-robin.
 
-    If other routers use the nodes too, it compares only the two nodes that this router has used least recently. The requests
-    of other routers are known from the last check only: if each router took the best of all nodes, all of them would take
-    the same node until the next check.
+    If other routers use the nodes too, it compares only the two nodes that this router has used least
+    recently. The requests of other routers are known from the last check only: if each router took the best
+    of all nodes, all of them would take the same node until the next check.
     """
 
     def choose(self, candidates: Sequence[C], body: Mapping[str, Any]) -> C:
@@ -73,7 +74,8 @@ class LeastLoaded(Policy):
 
 
 class PrefixAffinity(Policy):
-    """Sends prompts with the same prefix to the same node, as long as it has at most its share of the requests.
+    """Sends prompts with the same prefix to the same node, as long as it has at most its share of the
+    requests.
 
     Args:
         length: Characters of the prompt that decide.
@@ -115,7 +117,8 @@ class PrefixAffinity(Policy):
 
 
 def prefix_key(body: Mapping[str, Any], length: int) -> bytes:
-    """Return what requests must share for one node to be the best for both: model, cache salt, and the prompt's beginning.
+    """Return what requests must share for one node to be the best for both: model, cache salt, and the
+    prompt's beginning.
 
     Args:
         body: A completion or chat request. Malformed fields are no error here; the node will refuse them.

@@ -1,14 +1,16 @@
-"""Which node has how much of a prompt in its prefix cache: by what the node says it stored, and by what was sent where.
+"""Which node has how much of a prompt in its prefix cache: by what the node says it stored, and by what was
+sent where.
 
-A prompt is a chain of pieces, each with a key that covers all pieces before it. The index keeps the nodes of each key, and drops
-the keys that were not used for the longest time. Pure.
+A prompt is a chain of pieces, each with a key that covers all pieces before it. The index keeps the nodes of
+each key, and drops the keys that were not used for the longest time. Pure.
 
-A node that publishes events names its blocks with their token ids. These become the same keys as those of a prompt of token ids,
-so such a prompt is looked up exactly, whatever the engine's hash function is. A text has no token ids here. That a node has it is
-a guess, and ends with the first block that the node removes of those that it stored while it worked on the text.
+A node that publishes events names its blocks with their token ids. These become the same keys as those of a
+prompt of token ids, so such a prompt is looked up exactly, whatever the engine's hash function is. A text has
+no token ids here. That a node has it is a guess, and ends with the first block that the node removes of those
+that it stored while it worked on the text.
 
-What must never break: it only guesses. A node that has less than is known here computes more, and nothing else. What a node says
-takes room from no other node.
+What must never break: it only guesses. A node that has less than is known here computes more, and nothing
+else. What a node says takes room from no other node.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class BlocksStored:
         parent: The block before them; None if they begin a prompt.
         token_ids: Of all of them.
         block_size: Tokens per block.
-        root: What else their contents depend on; see `root_key`. None if a key here could not say it, as with images.
+        root: What else their contents depend on; see `root_key`. None if a key here could not say it, as with
+            images.
     """
 
     hashes: Sequence[BlockHash]
@@ -100,7 +103,8 @@ class _Held:
         bound: Keys of which only a use says that the node has them.
         uses: In the order in which they came.
         hanging: Block → the uses that end with it.
-        late: Uses to which the blocks of the next batch belong as well: it may have been under way when the answer came.
+        late: Uses to which the blocks of the next batch belong as well: it may have been under way when the
+            answer came.
     """
 
     def __init__(self) -> None:
@@ -194,7 +198,10 @@ class Prefixes:
             self.add(keys, url, mark)
 
     def forget(self, url: str) -> None:
-        """Forget what a node has had, because its process has ended. Its events are followed again from the next batch on."""
+        """Forget what a node has had, because its process has ended.
+
+        Its events are followed again from the next batch on.
+        """
         self._drop_bit(url)
         self._held.pop(url, None)
         self.own_models.pop(url, None)
@@ -207,7 +214,10 @@ class Prefixes:
     # -- what nodes say ------------------------------------------------------------------------------
 
     def apply(self, url: str, batch: Iterable[Event]) -> None:
-        """Take in a batch of a node's events. From the first one on, what the node has is what its events say."""
+        """Take in a batch of a node's events.
+
+        From the first one on, what the node has is what its events say.
+        """
         if url not in self._held:
             self._drop_bit(url)
             self._held[url] = _Held()
@@ -273,8 +283,8 @@ class Prefixes:
     def _hang(self, held: _Held, url: str, use: _Use, blocks: Sequence[BlockHash]) -> None:
         """Let a use end with the first of these blocks that is removed.
 
-        If the node has stored none for it, then it had the prompt already. An engine removes what was not used for the longest
-        time, so the use ends with the latest block that the node has stored before.
+        If the node has stored none for it, then it had the prompt already. An engine removes what was not
+        used for the longest time, so the use ends with the latest block that the node has stored before.
         """
         is_new = use not in held.uses
         if not blocks and is_new:
@@ -344,7 +354,10 @@ class Prefixes:
     # -- the question --------------------------------------------------------------------------------
 
     def shares(self, keys: Sequence[int]) -> Mapping[str, float]:
-        """Return the share of a prompt that each node has: URL → 0 to 1. Those without a share are left out."""
+        """Return the share of a prompt that each node has: URL → 0 to 1.
+
+        Those without a share are left out.
+        """
         if not keys:
             return {}
         counts: dict[int, int] = {}  # number of pieces → the nodes that have exactly these
@@ -426,7 +439,9 @@ def _cut(raw: bytes, size: int) -> Iterator[bytes]:
 
 
 def _keys_of_blocks(held: _Held, event: BlocksStored) -> list[tuple[int, ...]]:
-    """Return the keys of each block; none where its prompt is not known, or its size is no multiple of a piece's."""
+    """Return the keys of each block; none where its prompt is not known, or its size is no multiple of a
+    piece's.
+    """
     nothing: list[tuple[int, ...]] = [() for _ in event.hashes]
     if event.root is None or event.block_size % PIECE_TOKENS:
         return nothing

@@ -1,6 +1,8 @@
-"""Read what nodes send, within bounds: a node that sends more than this, or something else than an answer, has failed.
+"""Read what nodes send, within bounds: a node that sends more than this, or something else than an answer,
+has failed.
 
-Every failure is an error of aiohttp's client, as a broken connection is, so that `UpstreamNode.exchange` treats it alike.
+Every failure is an error of aiohttp's client, as a broken connection is, so that `UpstreamNode.exchange`
+treats it alike.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from ..web.access import NodeAccess
 from ..web.json_body import object_of
 from ..web.sse import Event, EventTooLongError, Splitter
 
-#: The largest whole answer, and the largest event of a stream. The largest legitimate ones have log probabilities: this is
-#: enough for about 25,000 tokens with 20 alternatives each. An answer without them has a few bytes per token.
+#: The largest whole answer, and the largest event of a stream. The largest legitimate ones have log
+#: probabilities: this is enough for about 25,000 tokens with 20 alternatives each. An answer without them has
+#: a few bytes per token.
 MAX_ANSWER_BYTES = 64 << 20
-#: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
+#: The first event of an answer is searched for an error up to this size; it may have the prompt's log
+#: probabilities.
 MAX_FIRST_EVENT_BYTES = 1 << 20
 #: No vocabulary has ids of 20 digits or more, and Python does not convert a text of thousands of digits.
 _NO_TOKEN_ID = re.compile(rb'"token_ids":\s*\[[\d,\s]*\d{20}')
@@ -37,7 +41,8 @@ class NoAnswerError(aiohttp.ClientError):
     """A node has answered with something that no node of ours answers, or with nothing."""
 
 
-#: What every request to a node says. A node could answer a few bytes that become gigabytes when they are decompressed.
+#: What every request to a node says. A node could answer a few bytes that become gigabytes when they are
+#: decompressed.
 ASKED_ENCODING: Mapping[str, str] = {"Accept-Encoding": "identity"}
 
 
@@ -46,8 +51,8 @@ async def refuse_no_answers(
 ) -> aiohttp.ClientResponse:
     """Fail if a node redirects, or compresses its answer. This is a middleware of the client session.
 
-    To follow a redirect would send the prompt and the router's key to any address that the node names, and that address's answer
-    to the client.
+    To follow a redirect would send the prompt and the router's key to any address that the node names, and
+    that address's answer to the client.
 
     Raises:
         NoAnswerError: The node does one of these.
@@ -71,7 +76,8 @@ async def read_whole(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSW
     """Return the body of a node's answer.
 
     Raises:
-        aiohttp.ClientError: The connection broke, or the body has more than `max_bytes`. The rest of it is not read.
+        aiohttp.ClientError: The connection broke, or the body has more than `max_bytes`. The rest of it is
+            not read.
     """
     pieces: list[bytes] = []
     num_bytes = 0
@@ -90,7 +96,8 @@ class NodeAnswer:
         is_stream: It comes as events.
         payload: A whole answer; of a stream, what has arrived with the first event.
         content: A whole answer, parsed; empty if it is no JSON object.
-        events: Of a stream, those that have arrived with the first one: it says whether the answer has failed.
+        events: Of a stream, those that have arrived with the first one: it says whether the answer has
+            failed.
     """
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
@@ -108,7 +115,8 @@ class NodeAnswer:
         """Wait for the whole answer, or for the first event of a stream that is more than a comment.
 
         Raises:
-            aiohttp.ClientError: The connection broke or ended before that, or the node has sent more than it may.
+            aiohttp.ClientError: The connection broke or ended before that, or the node has sent more than it
+                may.
         """
         if not self.is_stream:
             self.payload = await read_whole(self.response)
@@ -137,7 +145,10 @@ class NodeAnswer:
         return events if chunk else events or None
 
     def rest(self) -> list[Event]:
-        """Return the last event, if all of it has arrived but the empty line after it. Half an event is none."""
+        """Return the last event, if all of it has arrived but the empty line after it.
+
+        Half an event is none.
+        """
         last = (Event(event.raw.rstrip() + b"\n\n") for event in self._splitter.rest())
         return [event for event in last if event.is_done or event.content]
 
@@ -150,8 +161,8 @@ class NodeAnswer:
 
 
 CONNECT_TIMEOUT_S = 5.0
-#: If the peer's host vanishes, the connection breaks after IDLE + COUNT * INTERVAL seconds without a byte. Health checks do
-#: not notice a host that restarted meanwhile, so they cannot replace this.
+#: If the peer's host vanishes, the connection breaks after IDLE + COUNT * INTERVAL seconds without a byte.
+#: Health checks do not notice a host that restarted meanwhile, so they cannot replace this.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
 
 
@@ -175,7 +186,9 @@ def node_session(access: NodeAccess, middlewares: Sequence[ClientMiddlewareType]
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
-    """Make a socket with TCP keep-alive: a prefill may send nothing for long, and its host may vanish meanwhile."""
+    """Make a socket with TCP keep-alive: a prefill may send nothing for long, and its host may vanish
+    meanwhile.
+    """
     family, kind, protocol = address[:3]
     connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
     connection.setblocking(False)

@@ -1,8 +1,8 @@
 """Consistent hashing with bounded loads: the same key goes to the same node, as long as that node has room.
 
-A node has many points on a ring of hashes, and a key belongs to the node of the next point. When one of N nodes comes or goes,
-about 1/N of the keys move. When a node has its share of the load, its keys go on to the next node on the ring (Mirrokni, Thorup
-and Zadimoghaddam, *Consistent Hashing with Bounded Loads*, 2016).
+A node has many points on a ring of hashes, and a key belongs to the node of the next point. When one of N
+nodes comes or goes, about 1/N of the keys move. When a node has its share of the load, its keys go on to the
+next node on the ring (Mirrokni, Thorup and Zadimoghaddam, *Consistent Hashing with Bounded Loads*, 2016).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ POINTS = 160
 
 
 class Ring:
-    """The points of some nodes. It depends on their names alone, so that all routers send a key to the same node."""
+    """The points of some nodes.
+
+    It depends on their names alone, so that all routers send a key to the same node.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         points = sorted(

@@ -1,8 +1,8 @@
 """Remember, per conversation, which node computed its prompt.
 
-A conversation is known by the header `X-Session-ID`. Without the header, a chat continues the conversation whose messages are the
-longest beginning of its own. A completion without the header is a conversation of its own. Callers with different keys, models
-or cache salts never share a conversation.
+A conversation is known by the header `X-Session-ID`. Without the header, a chat continues the conversation
+whose messages are the longest beginning of its own. A completion without the header is a conversation of its
+own. Callers with different keys, models or cache salts never share a conversation.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class LookUpError(Exception):
 class NodesFile(NodeSource):
     """A file with the lists `prefill` and `decode`: JSON if its name ends with `.json`, otherwise TOML.
 
-    The whole file is read each time. Times and sizes of files may stay the same when the content changes, and a mounted
-    configuration map replaces the folder instead of the file.
+    The whole file is read each time. Times and sizes of files may stay the same when the content changes, and
+    a mounted configuration map replaces the folder instead of the file.
     """
 
     def __init__(self, path: Path, interval_s: float = FILE_INTERVAL_S) -> None:

@@ -17,8 +17,8 @@ LONGEST_EJECTION_S = 300.0
 class NodeState(enum.Enum):
     """The state of a node. `docs/router.md` has the table of transitions.
 
-    `USABLE` has the states in which a node may receive requests, the best first. A node receives none while another node of its
-    role is in a better state.
+    `USABLE` has the states in which a node may receive requests, the best first. A node receives none while
+    another node of its role is in a better state.
     """
 
     UNKNOWN = "unknown"
@@ -65,11 +65,12 @@ class Health:
         ends_requests: The node can no longer answer its requests, or there is no sign that it will.
         load_failure_policy: The node's policy. Empty if it does not report one.
         is_reported: `error` is what the node reports about itself.
-        continues_answers: The node goes on with an answer that another node has begun which has this digest of its
-            model. Empty: it does not.
+        continues_answers: The node goes on with an answer that another node has begun which has this digest
+            of its model. Empty: it does not.
         kv_role: What the node does by its own account, in vLLM's words. Empty if it does not say.
         models: The names of the models that it serves, adapters among them. Empty if it does not say.
-        description: What its connector says of this start of the node, in `kv_transfer_params`. Empty if it does not say.
+        description: What its connector says of this start of the node, in `kv_transfer_params`. Empty if it
+            does not say.
         occupancy: What it has to do. None if it does not say.
     """
 
@@ -92,7 +93,8 @@ class EjectionRule:
 
     Attributes:
         num_failures: Failed requests in a row that eject a node. 0: none do.
-        first_s: Seconds of the first ejection. Each further one lasts twice as long, until a request succeeds.
+        first_s: Seconds of the first ejection. Each further one lasts twice as long, until a request
+            succeeds.
 
     Raises:
         ValueError: A value is out of range.
@@ -124,7 +126,8 @@ class NodeStatus:
     Attributes:
         state: The node's state.
         check_error: Why the last check failed. Empty if it succeeded.
-        num_failed_checks: Checks in a row without a usable answer. A failed request counts as one, until the next check.
+        num_failed_checks: Checks in a row without a usable answer. A failed request counts as one, until the
+            next check.
         num_failed_requests: Requests in a row that failed.
         num_ejections: Ejections so far.
         ejected_until: The time at which the last ejection ends, on the clock of the caller.
@@ -144,7 +147,10 @@ class NodeStatus:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the node is back from an ejection, and no request has succeeded since. One more failure ejects it again."""
+        """Whether the node is back from an ejection, and no request has succeeded since.
+
+        One more failure ejects it again.
+        """
         return self._num_ejections_in_a_row > 0 and self.state is NodeState.READY
 
     @property
@@ -176,7 +182,8 @@ class NodeStatus:
         if self.state is NodeState.LEAVING or found is None:
             return
         if found is NodeState.GONE:
-            # Whatever answers at this address later is a new process, so failures of the old one say nothing about it.
+            # Whatever answers at this address later is a new process, so failures of the old one say nothing
+            # about it.
             self.num_failed_requests = self._num_ejections_in_a_row = 0
         is_still_ejected = self.state is NodeState.EJECTED and now < self.ejected_until
         is_up = found in (NodeState.READY, NodeState.OVERLOADED)
@@ -196,8 +203,8 @@ class NodeStatus:
 
         Args:
             error: Why it failed.
-            has_substitute: Another node of the role is ready. The last ready one is not ejected, because a node that fails some
-                requests is better than none.
+            has_substitute: Another node of the role is ready. The last ready one is not ejected, because a
+                node that fails some requests is better than none.
         """
         self.num_failed_requests += 1
         self._request_error = error

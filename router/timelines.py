@@ -1,8 +1,8 @@
 """Record what became of each request, for the router's page: when it was where, and what its handoff cost.
 
-The router notes what it sees itself: when it sent a request to a node, and when the answer began and ended. What happened inside
-a node comes from the `metrics` of the node's answer. Nodes of vLLM answer without; then a part of the record says what else it
-contains. A record has no word of the prompt or of the answer.
+The router notes what it sees itself: when it sent a request to a node, and when the answer began and ended.
+What happened inside a node comes from the `metrics` of the node's answer. Nodes of vLLM answer without; then
+a part of the record says what else it contains. A record has no word of the prompt or of the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_RECENT: Final = 200
 MAX_LISTED: Final = 50
 #: Seconds of the throughput's history.
 HISTORY_S: Final = 120
-#: A client chooses the request's id, and a node chooses its errors. At most this many characters of each are kept.
+#: A client chooses the request's id, and a node chooses its errors. At most this many characters of each are
+#: kept.
 MAX_ID_CHARS: Final = 128
 MAX_ERROR_CHARS: Final = 400
 #: No figure of a node is larger, be it seconds, bytes or tokens.
@@ -37,10 +38,12 @@ MAX_FIGURE: Final = 1e15
 #: A request that waited less for a slot at the router has not waited.
 SHORTEST_QUEUE_S: Final = 1e-3
 
-#: Calls of a request that others have replaced, and that its record keeps: the latest ones. The others' time is the router's.
+#: Calls of a request that others have replaced, and that its record keeps: the latest ones. The others' time
+#: is the router's.
 MAX_FORMER_CALLS: Final = 16
 
-#: What a request spends its time on. `routing` is the router's own time. `lost` is a call of a node that gave nothing.
+#: What a request spends its time on. `routing` is the router's own time. `lost` is a call of a node that gave
+#: nothing.
 Kind = Literal["routing", "queue", "prefill", "exposed", "decode", "lost"]
 
 
@@ -63,7 +66,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Figures:
-    """What a node's answer says about a request. A node may leave out anything, and what it says is not to be trusted.
+    """What a node's answer says about a request.
+
+    A node may leave out anything, and what it says is not to be trusted.
 
     Attributes:
         is_split: The node reports how long the request waited, and its transfer, as nodes of `serve.py` do.
@@ -133,7 +138,10 @@ class _Visit:
 
     @property
     def has_computed_prompt(self) -> bool:
-        """Whether the node reports that it found nothing of the prompt. A decode node always computes the last token."""
+        """Whether the node reports that it found nothing of the prompt.
+
+        A decode node always computes the last token.
+        """
         figures = self.figures
         return figures.is_split and figures.num_found_tokens == 0 and (figures.num_prompt_tokens or 0) > 1
 
@@ -141,12 +149,14 @@ class _Visit:
 class Timeline:
     """The record of one request.
 
-    If a phase is repeated at another node, the figures are those of the last call. The earlier ones are a part each.
+    If a phase is repeated at another node, the figures are those of the last call. The earlier ones are a
+    part each.
 
     Args:
         number: Tells records apart, because clients may repeat request ids.
         arrived_s: When the request arrived, by `time.monotonic`. None: now.
-        admitted_s: When the router, which limits how many requests it answers at a time, began with it. None: at once.
+        admitted_s: When the router, which limits how many requests it answers at a time, began with it. None:
+            at once.
     """
 
     def __init__(
@@ -282,7 +292,9 @@ class Timeline:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the arrival to the first token that the client saw or could see; None before it came."""
+        """Seconds from the arrival to the first token that the client saw or could see; None before
+        it came.
+        """
         if self._first_sent_s is None and self._decode is not None:
             return self._decode.first_token_s
         return self._first_sent_s
@@ -315,7 +327,8 @@ class Timeline:
     def parts(self) -> list[Part]:
         """Return what the time was spent on, from the arrival to the end, or until now.
 
-        The order is fixed, so a part that overlaps with an earlier one begins where that one ends: what is hidden costs nothing.
+        The order is fixed, so a part that overlaps with an earlier one begins where that one ends: what is
+        hidden costs nothing.
         """
         last_s = self._last_s
         parts: list[Part] = []
@@ -347,7 +360,8 @@ class Timeline:
             add_former(prefill.sent_s)
             if prefill.figures.is_split:
                 add("queue", prefill.sent_s + prefill.figures.queue_s, prefill.node)
-            # If both were asked at once, the prefill node's answer may reach the router after the first token.
+            # If both were asked at once, the prefill node's answer may reach the router after the first
+            # token.
             until_s = last_s if prefill.ended_s is None else prefill.ended_s
             if first_s is not None:
                 until_s = min(until_s, first_s - exposed_s)
@@ -364,7 +378,10 @@ class Timeline:
         return parts
 
     def first_token_parts(self) -> list[Part]:
-        """Return what the time until the first token was spent on. The parts add up to `first_token_s`; there are none before it."""
+        """Return what the time until the first token was spent on.
+
+        The parts add up to `first_token_s`; there are none before it.
+        """
         end_s = self.first_token_s or 0.0
         # The decode node's part begins with the step that gives the first token.
         return [
@@ -374,7 +391,8 @@ class Timeline:
         ]
 
     def hidden(self) -> tuple[float, float]:
-        """Return when the hidden part of the transfer began, and for how many seconds; (0, 0) if nothing was hidden.
+        """Return when the hidden part of the transfer began, and for how many seconds; (0, 0) if nothing was
+        hidden.
 
         It is the part that happened while the prompt was still being computed.
         """
@@ -445,7 +463,9 @@ class _Second:
 
 
 class RecentRequests:
-    """The records of the requests in flight and of the last `MAX_RECENT` finished ones, and the throughput."""
+    """The records of the requests in flight and of the last `MAX_RECENT` finished ones, and the
+    throughput.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -458,7 +478,10 @@ class RecentRequests:
     def following(
         self, request_id: str, path: str, arrived_s: float | None = None, admitted_s: float | None = None
     ) -> Iterator[Timeline]:
-        """Record a request inside the block, which calls `Timeline.ended` if there is an answer. See `Timeline`."""
+        """Record a request inside the block, which calls `Timeline.ended` if there is an answer.
+
+        See `Timeline`.
+        """
         number = next(self._numbers)
         timeline = self._live[number] = Timeline(number, request_id, path, arrived_s, admitted_s)
         try:

@@ -16,8 +16,8 @@ from .exchange import Offer
 if TYPE_CHECKING:
     from .nodes import UpstreamNode
 
-#: Requests at one prefill node at a time whose decode node was asked at once. More prompts would wait in a queue there, and
-#: decode nodes would hold blocks meanwhile.
+#: Requests at one prefill node at a time whose decode node was asked at once. More prompts would wait in a
+#: queue there, and decode nodes would hold blocks meanwhile.
 MAX_AT_ONCE = 8
 
 
@@ -34,8 +34,8 @@ class Options:
 
     Attributes:
         rendezvous: Ask both nodes at once, if both can do that.
-        continue_answers: Let another decode node go on with a streamed answer whose node is lost, where the result is provably
-            that of a single node.
+        continue_answers: Let another decode node go on with a streamed answer whose node is lost, where the
+            result is provably that of a single node.
     """
 
     rendezvous: bool = True

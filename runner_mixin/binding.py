@@ -55,8 +55,8 @@ def bind_kv_cache(
 
     Raises:
         KVTransferStateError: `runner_kv_caches` is not empty. Nothing was bound.
-        ConfigurationError: a cache's layer has no index in its name, or is not in `forward_context`. Nothing was
-            bound.
+        ConfigurationError: a cache's layer has no index in its name, or is not in `forward_context`. Nothing
+            was bound.
     """
     if runner_kv_caches:
         raise KVTransferStateError(

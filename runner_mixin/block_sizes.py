@@ -59,8 +59,8 @@ def prepare_kernel_block_sizes(
         attn_groups: For each of them, its attention groups; empty for one without attention.
 
     Returns:
-        One size in tokens per group that keeps a cache; encoder-only groups are left out. For attention it is the
-        common size of the group's backends, for other groups the spec's own.
+        One size in tokens per group that keeps a cache; encoder-only groups are left out. For attention it is
+        the common size of the group's backends, for other groups the spec's own.
 
     Raises:
         ValueError: the backends of a group have no size in common.
@@ -78,8 +78,8 @@ def prepare_kernel_block_sizes(
 def select_common_block_size(kv_manager_block_size: int, attn_groups: Sequence[AttentionGroup]) -> int:
     """Choose the kernel block size that all backends of a group support.
 
-    If all support the manager's block size, that is it. If not, it is the largest integer that some backend lists,
-    that divides the manager's block size, and that all support.
+    If all support the manager's block size, that is it. If not, it is the largest integer that some backend
+    lists, that divides the manager's block size, and that all support.
 
     Args:
         kv_manager_block_size: Tokens per block of the manager.

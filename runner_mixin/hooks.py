@@ -1,4 +1,6 @@
-"""Calls of the connector's hooks: the two around one attention layer, and a guard around all hooks of a step."""
+"""Calls of the connector's hooks: the two around one attention layer, and a guard around all hooks of
+a step.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from .forward_context import get_forward_context
 class StepHooks:
     """Notes what the hooks of one step raise, so that the step goes on to its end.
 
-    A step must not stop halfway: the other ranks would wait for this one, and nothing would wait for the loads and
-    saves that the step began.
+    A step must not stop halfway: the other ranks would wait for this one, and nothing would wait for the
+    loads and saves that the step began.
 
     Attributes:
         errors: Hook → what it raised first, with the connector's name, in words for a client.
@@ -66,8 +68,8 @@ def maybe_transfer_kv_layer(layer_name: str) -> Iterator[None]:
 
     Works as a context manager, and as a decorator of a function that is one layer. Does nothing without a
     connector, or outside a step (no metadata is bound, for example while the engine profiles). If the
-    body raises, nothing is saved. If a hook raises within a step of `KVConnectorModelRunnerMixin`, the body and the
-    other layers run all the same, nothing more is saved, and the step ends with a `WorkerHookError`.
+    body raises, nothing is saved. If a hook raises within a step of `KVConnectorModelRunnerMixin`, the body
+    and the other layers run all the same, nothing more is saved, and the step ends with a `WorkerHookError`.
 
     Raises:
         KVTransferStateError: there is no forward context. The body was not entered.
@@ -81,7 +83,8 @@ def maybe_transfer_kv_layer(layer_name: str) -> Iterator[None]:
     yield
     kv_cache, metadata = context.layers[layer_name].kv_cache[0], context.attn_metadata.get(layer_name)
     hooks = _step.get()
-    # After a hook raised, the layer may have been computed from blocks that were not loaded. A store must not keep that.
+    # After a hook raised, the layer may have been computed from blocks that were not loaded. A store must not
+    # keep that.
     if hooks is None or not hooks.errors:
         with calling("save_kv_layer"):
             connector.save_kv_layer(layer_name, kv_cache, metadata)

@@ -18,9 +18,9 @@ This applies exactly when
 
 Otherwise the per-layer layout is used, which needs only whole pages.
 
-A single group qualifies as well, but `use_uniform_kv_cache` is tried first, because one tensor tells a connector more.
-Kernel blocks may differ between groups: `k` kernel blocks of all layers fill the same run of bytes as the
-block that they are parts of. Recurrent layers take part with their opaque pages.
+A single group qualifies as well, but `use_uniform_kv_cache` is tried first, because one tensor tells a
+connector more. Kernel blocks may differ between groups: `k` kernel blocks of all layers fill the same run of
+bytes as the block that they are parts of. Recurrent layers take part with their opaque pages.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def allocate_hybrid_uniform_kv_caches(
 
     Returns:
         Layer name → cache in logical order, axis 0 being kernel blocks; for recurrent layers
-        `(num_blocks, page_size_bytes)` int8. The views of one group's layers never overlap. Those of different groups
-        do; the manager gives each block to one group at a time.
+        `(num_blocks, page_size_bytes)` int8. The views of one group's layers never overlap. Those of
+        different groups do; the manager gives each block to one group at a time.
 
     Raises:
         ConfigurationError: tensors differ in size or are not whole pages. Nothing was allocated.

@@ -1,9 +1,9 @@
 """From the model's layers to caches in place: specs, backends, memory, views, binding.
 
     specs = get_kv_cache_spec(config, dtype)                    what each layer keeps
-    kv_cache_config = …                                         how many blocks there are (runner_mixin.kv_cache)
-    attention = init_attn_backend(kv_cache_config, config, device)
-    kv_caches = init_kv_cache(runner_kv_caches, layers, kv_cache_config, attention, device)
+    kv_cache_config = …                                         how many blocks there are
+    (runner_mixin.kv_cache) attention = init_attn_backend(kv_cache_config, config, device) kv_caches =
+    init_kv_cache(runner_kv_caches, layers, kv_cache_config, attention, device)
 
 For a runner with a connector, which may prefer another layout, `layouts.py` replaces the last line.
 """
@@ -66,7 +66,8 @@ class AttentionSetup:
 
 
 def resolve_kv_cache_dtype(config: EngineConfig) -> torch.dtype:
-    """Return the element type of the cache: `config.cache.cache_dtype`, or the model's type if that is `"auto"`.
+    """Return the element type of the cache: `config.cache.cache_dtype`, or the model's type if that is
+    `"auto"`.
 
     Raises:
         ConfigurationError: torch has no floating-point type of this name.
@@ -93,8 +94,8 @@ def get_kv_cache_spec(config: EngineConfig, kv_cache_dtype: torch.dtype) -> dict
     Layers of an encoder, and layers that read another's cache, keep nothing and are left out.
 
     Returns:
-        Layer name → `SlidingWindowSpec` if the layer has a window, `ChunkedLocalAttentionSpec` if it has chunks,
-        `MambaSpec` if it is recurrent, otherwise `FullAttentionSpec`.
+        Layer name → `SlidingWindowSpec` if the layer has a window, `ChunkedLocalAttentionSpec` if it has
+        chunks, `MambaSpec` if it is recurrent, otherwise `FullAttentionSpec`.
 
     Raises:
         ConfigurationError: a recurrent layer's state does not fit a page of the attention layers.
@@ -125,8 +126,8 @@ def init_attn_backend(
     layers of one shape. All builders that need a workspace share one.
 
     Raises:
-        ConfigurationError: the backend is unknown, no kernel supports the block size, or a layer shares the cache
-            of an unknown layer.
+        ConfigurationError: the backend is unknown, no kernel supports the block size, or a layer shares the
+            cache of an unknown layer.
         BackendUnavailableError: the backend cannot work on `device`.
     """
     shared_layers = get_kv_sharing_layers(config)

@@ -1,4 +1,6 @@
-"""Caches of a runner that may have a connector: allocated as the connector prefers, bound, and registered with it."""
+"""Caches of a runner that may have a connector: allocated as the connector prefers, bound, and registered
+with it.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ def init_kv_cache_for_connector(
 ) -> KVCacheLayout:
     """Allocate the caches in the layout that the process's connector prefers, bind them, and register them.
 
-    If the connector prefers cross-layer blocks and there is one group, `register_cross_layers_kv_cache` is called. If there
-    are several groups that allow it, `register_kv_caches` is called with views into one block-major buffer. Otherwise it is
-    called with separate caches. Layers that only read another's cache are not registered, so that their bytes cross
-    once. Without a connector the layout is per layer.
+    If the connector prefers cross-layer blocks and there is one group, `register_cross_layers_kv_cache` is
+    called. If there are several groups that allow it, `register_kv_caches` is called with views into one
+    block-major buffer. Otherwise it is called with separate caches. Layers that only read another's cache are
+    not registered, so that their bytes cross once. Without a connector the layout is per layer.
 
     Args:
         runner_kv_caches: The runner's list, empty; filled in layer order.

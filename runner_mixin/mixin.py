@@ -94,7 +94,10 @@ class KVConnectorModelRunnerMixin:
 
     @staticmethod
     def ensure_kv_transfer_shutdown() -> None:
-        """Shut this process's connector down, if there is one. Idempotent; may be called while Python shuts down."""
+        """Shut this process's connector down, if there is one.
+
+        Idempotent; may be called while Python shuts down.
+        """
         # While the interpreter shuts down, module globals may already be None.
         if state is not None:
             state.ensure_kv_transfer_shutdown()
@@ -103,7 +106,10 @@ class KVConnectorModelRunnerMixin:
     def maybe_get_kv_connector_output(
         scheduler_output: SchedulerOutput,
     ) -> AbstractContextManager[KVConnectorOutput | None]:
-        """Wrap one forward pass. Yields the step's report, filled in at the end, or None without a connector."""
+        """Wrap one forward pass.
+
+        Yields the step's report, filled in at the end, or None without a connector.
+        """
         if not state.has_kv_transfer_group():
             return nullcontext()
         return KVConnectorModelRunnerMixin._get_kv_connector_output(scheduler_output)
@@ -119,9 +125,9 @@ class KVConnectorModelRunnerMixin:
         `wait_for_save` → `get_finished` → `get_block_ids_with_load_errors` → `take_load_errors` →
         `get_kv_connector_stats` → `failure` → `warning` → `clear_connector_metadata`.
 
-        If a hook raises, the step goes on: the body runs, and the other hooks are called. If the body raises, the loads
-        of the layers that it did not reach are waited for, because the host will use their blocks again; then the calls
-        after the body are made. In both cases the yielded output is filled.
+        If a hook raises, the step goes on: the body runs, and the other hooks are called. If the body raises,
+        the loads of the layers that it did not reach are waited for, because the host will use their blocks
+        again; then the calls after the body are made. In both cases the yielded output is filled.
 
         Args:
             wait_for_save: False for a host that waits for the saves itself.

@@ -9,7 +9,8 @@ def sanity_check_mm_encoder_outputs(embeddings: object, expected_num_items: int)
     """Check that an encoder returned one 2-D tensor for each of its items.
 
     Args:
-        embeddings: A list or tuple of `(num_embeds, hidden)` tensors, or one `(num_items, num_embeds, hidden)`.
+        embeddings: A list or tuple of `(num_embeds, hidden)` tensors, or one `(num_items, num_embeds,
+            hidden)`.
         expected_num_items: Number of images, audio clips and so on that the encoder was given.
 
     Raises:
@@ -35,13 +36,15 @@ def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None)
 
     Args:
         embeds: `(num_embeds, hidden)`.
-        is_embed: `(num_placeholders,)` bool with `num_embeds` true entries, or None if every placeholder takes one.
+        is_embed: `(num_placeholders,)` bool with `num_embeds` true entries, or None if every placeholder
+            takes one.
 
     Returns:
         `(num_placeholders, hidden)`, NaN where there is no embedding; `embeds` itself if `is_embed` is None.
 
     Raises:
-        ValueError: the mask is not a 1-D bool tensor, or the number of true entries is not the number of embeddings.
+        ValueError: the mask is not a 1-D bool tensor, or the number of true entries is not the number of
+            embeddings.
     """
     if is_embed is None:
         return embeds

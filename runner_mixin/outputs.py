@@ -15,8 +15,8 @@ class ModelRunnerOutput:
     Attributes:
         req_ids: The requests that ran.
         sampled_token_ids: For each of them, its new tokens; empty until its whole prompt is computed.
-        logprobs: For each request that asked for it, (token id, log probability) of its newest token, and then of the
-            likeliest tokens in its place, the likeliest first.
+        logprobs: For each request that asked for it, (token id, log probability) of its newest token, and
+            then of the likeliest tokens in its place, the likeliest first.
         kv_connector_output: The connector's report, or None if it has nothing to report.
     """
 

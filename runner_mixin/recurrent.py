@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig
     from .attention.metadata import StepBatch
 
-#: The page size of a model without attention is a multiple of this, so that every page is aligned for any element type.
+#: The page size of a model without attention is a multiple of this, so that every page is aligned for any
+#: element type.
 _ALIGNMENT_BYTES = 16
 
 
@@ -26,8 +27,9 @@ class StateMetadata:
 
     Attributes:
         batch: The step's requests.
-        block_ids: `(num_reqs,)`: the block that holds each request's state. Its contents are valid only for a request
-            with computed tokens; a request without any starts from a zero state, whatever the block held before.
+        block_ids: `(num_reqs,)`: the block that holds each request's state. Its contents are valid only for a
+            request with computed tokens; a request without any starts from a zero state, whatever the block
+            held before.
     """
 
     batch: StepBatch
@@ -37,14 +39,16 @@ class StateMetadata:
 def get_recurrent_specs(
     config: EngineConfig, attention_specs: Mapping[str, KVCacheSpec]
 ) -> dict[str, MambaSpec]:
-    """Return what each recurrent layer keeps. A page is padded to the size of the attention layers', to share their pool.
+    """Return what each recurrent layer keeps.
+
+    A page is padded to the size of the attention layers', to share their pool.
 
     Args:
         attention_specs: Layer name → spec, of the model's attention layers.
 
     Raises:
-        ConfigurationError: a state does not fit into a page of the attention layers; the message names the smallest
-            block size with which it does.
+        ConfigurationError: a state does not fit into a page of the attention layers; the message names the
+            smallest block size with which it does.
     """
     page = max((spec.page_size_bytes for spec in attention_specs.values()), default=0)
     return {

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def is_residual_scattered_for_sp(config: EngineConfig, num_input_tokens: int) -> bool:
     """Return whether sequence parallelism leaves each rank with its share of the tokens' residual.
 
-    It does if it is on, there are several tensor-parallel ranks, and the compiler rewrote the graph that runs. The
-    compiler rewrites every graph if the model is one graph or is partitioned by the compiler, and otherwise only
-    those of the listed sizes.
+    It does if it is on, there are several tensor-parallel ranks, and the compiler rewrote the graph that
+    runs. The compiler rewrites every graph if the model is one graph or is partitioned by the compiler, and
+    otherwise only those of the listed sizes.
 
     Args:
         config: The node's configuration.

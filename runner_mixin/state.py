@@ -1,9 +1,9 @@
 """The worker half of this process's connector, in one slot.
 
-The mixin, the allocation of caches and the layer hook read it; a host fills and empties it, and may ask the half in it for
-what the mixin does not pass on, such as its handshake metadata. The slot is process-wide because an attention layer has no
-handle to its runner. It remembers the process that filled it: after a `fork` the child has the connector's object, but none
-of its threads and sockets.
+The mixin, the allocation of caches and the layer hook read it; a host fills and empties it, and may ask the
+half in it for what the mixin does not pass on, such as its handshake metadata. The slot is process-wide
+because an attention layer has no handle to its runner. It remembers the process that filled it: after a
+`fork` the child has the connector's object, but none of its threads and sockets.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def get_kv_transfer_group() -> WorkerHalf:
 
 
 def hook_log() -> LimitedLog:
-    """Return the log for what this connector's hooks raise. A hook that raises in every step does not fill the disk.
+    """Return the log for what this connector's hooks raise.
+
+    A hook that raises in every step does not fill the disk.
 
     Raises:
         KVTransferStateError: as `get_kv_transfer_group`.
@@ -111,8 +113,8 @@ def ensure_kv_transfer_initialized(config: EngineConfig, kv_cache_config: KVCach
 def ensure_kv_transfer_shutdown() -> None:
     """Shut this process's connector down, if there is one, and empty the slot.
 
-    In a forked child this only empties the slot, because the connector is its parent's. The slot is empty even if
-    the connector's `shutdown` raises.
+    In a forked child this only empties the slot, because the connector is its parent's. The slot is empty
+    even if the connector's `shutdown` raises.
     """
     global _slot
     slot, _slot = _slot, None

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def use_uniform_kv_cache(attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str) -> bool:
     """Return whether the cache can and should be one buffer for all layers.
 
-    It can and should if the process has a connector that prefers cross-layer blocks, there is one group with one
-    attention backend, its layers keep keys and values, and the backend has an order in memory with a layers
-    dimension. For several groups see `use_hybrid_uniform_kv_cache`.
+    It can and should if the process has a connector that prefers cross-layer blocks, there is one group with
+    one attention backend, its layers keep keys and values, and the backend has an order in memory with a
+    layers dimension. For several groups see `use_hybrid_uniform_kv_cache`.
 
     Args:
         attn_groups: For each KV cache group, its attention groups.
@@ -64,8 +64,8 @@ def allocate_uniform_kv_caches(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, type[AttentionBackend]]:
     """Allocate one contiguous zeroed buffer for all layers of the only group.
 
-    If blocks come first in memory, block `b` of all layers is one run of bytes. This stays true if kernel blocks are
-    smaller than the manager's; there are only more of them.
+    If blocks come first in memory, block `b` of all layers is one run of bytes. This stays true if kernel
+    blocks are smaller than the manager's; there are only more of them.
 
     Args:
         kv_cache_config: One group, tensors of equal size.
@@ -75,9 +75,9 @@ def allocate_uniform_kv_caches(
         kernel_block_sizes: The kernel block size of the only group.
 
     Returns:
-        `({layer name: view}, cross_layer_tensor, backend)`. The tensor is `(num_layers, *backend shape)` in logical
-        order; its layer `i` is tensor `i` of the config. Each view is one layer of it, and layers that share a tensor
-        have the same view.
+        `({layer name: view}, cross_layer_tensor, backend)`. The tensor is `(num_layers, *backend shape)` in
+        logical order; its layer `i` is tensor `i` of the config. Each view is one layer of it, and layers
+        that share a tensor have the same view.
 
     Raises:
         ConfigurationError: tensors differ in size or are not whole pages. Nothing was allocated.
@@ -109,7 +109,8 @@ def pool_bytes(kv_cache_config: KVCacheConfig, page_size_bytes: int) -> int:
     """Return the size of a pool of equal tensors.
 
     Raises:
-        ConfigurationError: there is no tensor, tensors differ in size, or their size is not a multiple of the page size.
+        ConfigurationError: there is no tensor, tensors differ in size, or their size is not a multiple of the
+            page size.
     """
     sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
     if len(sizes) != 1:

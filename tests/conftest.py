@@ -1,4 +1,7 @@
-"""Settings of all tests. Each test is checked for leaks; for a coroutine that includes the tasks of its event loop."""
+"""Settings of all tests.
+
+Each test is checked for leaks; for a coroutine that includes the tasks of its event loop.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ if find_spec("hypothesis") is not None:  # the venv with vLLM has none
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run that is told to end, as by `timeout` or a stopped job, lists its failures so far, as it does after Ctrl-C."""
+    """A run that is told to end, as by `timeout` or a stopped job, lists its failures so far, as it does
+    after Ctrl-C.
+    """
     # Not where the tests run, because processes that they fork would inherit the handler.
     if config.getoption("numprocesses", None):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -52,7 +57,10 @@ SETTLE_S = 10.0 * SLOWNESS
 
 @pytest.fixture
 async def no_task_is_left_behind() -> AsyncIterator[None]:
-    """Fail a test after which a task of its event loop still runs. Closing the loop would cancel it silently."""
+    """Fail a test after which a task of its event loop still runs.
+
+    Closing the loop would cancel it silently.
+    """
     yield
     own = asyncio.current_task()
     deadline = time.monotonic() + SETTLE_S

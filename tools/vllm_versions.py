@@ -4,9 +4,9 @@
     python3 tools/vllm_versions.py --versions 0.29.0 0.31.0   these only
     make vllm-versions VERSIONS_ARGS="--versions 0.29.0"      the same
 
-Each version gets a venv of its own, which is deleted after its tests (2 GB, or 6 GB with a PyTorch for CUDA). Logs of pip and
-pytest stay in the work folder. A version that cannot be installed, or whose tests fail, gets a row that says so, and the
-run continues. The status is 1 if any version failed.
+Each version gets a venv of its own, which is deleted after its tests (2 GB, or 6 GB with a PyTorch for CUDA).
+Logs of pip and pytest stay in the work folder. A version that cannot be installed, or whose tests fail, gets
+a row that says so, and the run continues. The status is 1 if any version failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
 #: They conflict with a PyTorch for another CUDA.
 NEED_CUDA_12 = frozenset({"libucx-cu12", "ucxx-cu12"})
 PROGRESS_S = 15.0
-#: Reads the requirements of an installed vLLM; it runs in the version's own venv, with the packages that come with pip.
+#: Reads the requirements of an installed vLLM; it runs in the version's own venv, with the packages that come
+#: with pip.
 READ_REQUIREMENTS = f"""
 from importlib.metadata import requires
 from pip._vendor.packaging.requirements import Requirement
@@ -190,7 +191,9 @@ class Trial:
         return dict(_named(answer.stdout.splitlines()))
 
     def _install_torch(self, requirement: str) -> None:
-        """Install the PyTorch that vLLM asks for, or the same version for CUDA if no index has one for the CPU."""
+        """Install the PyTorch that vLLM asks for, or the same version for CUDA if no index has one for the
+        CPU.
+        """
         for attempt in (
             (requirement,),
             ("--timeout", "15", "--retries", "1", "--extra-index-url", self._torch_index, requirement),
@@ -228,7 +231,9 @@ class Trial:
         self._run([str(self._python), "-m", "pip", "install", "--no-compile", *arguments], self._pip_log)
 
     def _run(self, command: Sequence[str], log: Path) -> None:
-        """Run a command in the repository, with its output in a log whose last line is shown from time to time."""
+        """Run a command in the repository, with its output in a log whose last line is shown from time to
+        time.
+        """
         environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
         environment.pop("PYTHONPATH", None)
         with log.open("a") as output:
@@ -266,7 +271,9 @@ def row_from(version: str, report: Path, torch: str, required_torch: str) -> Row
 
 
 def _failures(suite: ElementTree.Element) -> Iterator[str]:
-    """Give each error's first line, with the tests that failed by it: the name of the first one, and their number."""
+    """Give each error's first line, with the tests that failed by it: the name of the first one, and their
+    number.
+    """
     failed: dict[str, list[str]] = {}
     for case in suite.iter("testcase"):
         for problem in (*case.iter("failure"), *case.iter("error")):

@@ -1,8 +1,8 @@
 """Move regions of bytes between two processes, without knowing tokens, layers or requests.
 
 The first group of names is for users of a transport. The second is for authors of one
-(`docs/writing-a-transport.md`), and the built-in transports use the same. What only transports with sockets need is in
-`streams` and `network`, which are imported with the first of them.
+(`docs/writing-a-transport.md`), and the built-in transports use the same. What only transports with sockets
+need is in `streams` and `network`, which are imported with the first of them.
 """
 
 from __future__ import annotations

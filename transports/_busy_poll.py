@@ -11,8 +11,8 @@ from .copying import busy_poll
 #: Releases the GIL, which `os.sched_yield` keeps before Python 3.12.
 _sched_yield: Final = ctypes.CDLL(None).sched_yield
 
-#: A thread that waits longer than this for its core to come back shares it with more than its peer. The scheduler then
-#: serves it sooner if it blocks.
+#: A thread that waits longer than this for its core to come back shares it with more than its peer. The
+#: scheduler then serves it sooner if it blocks.
 _MAX_YIELD_S = 0.001
 
 #: How long it does not busy-poll after that.

@@ -1,7 +1,8 @@
-"""What `_native.c` does, in plain Python: copying and locating regions, moving them through sockets, and guard words.
+"""What `_native.c` does, in plain Python: copying and locating regions, moving them through sockets, and
+guard words.
 
-It serves where kvferry was installed without a C compiler, and it says what both do. The compiled functions also let
-other threads run while they copy.
+It serves where kvferry was installed without a C compiler, and it says what both do. The compiled functions
+also let other threads run while they copy.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def locate_regions(addresses: Words, offsets: Words, lengths: Words, ends: Words
         shifts: `(num_segments,)` uint64: what to add to a pool offset to get an address, modulo 2**64.
 
     Returns:
-        The index of the first region that is empty or not inside one segment; `num_regions` if there is none. Only
-        the addresses before it are valid.
+        The index of the first region that is empty or not inside one segment; `num_regions` if there is none.
+        Only the addresses before it are valid.
     """
     # An offset past the end is compared with the last segment, in which no room is left for it.
     segments = np.minimum(ends.searchsorted(offsets, side="right"), len(ends) - 1)
@@ -111,7 +112,9 @@ def sum_words(words: Words, /) -> int:
 
 
 def sum_lengths(lengths: Words, most: int, /) -> int:
-    """Add up lengths that a peer sent; -1 if one of them is not positive, or if all together are more than `most`."""
+    """Add up lengths that a peer sent; -1 if one of them is not positive, or if all together are more than
+    `most`.
+    """
     # Each length is checked before the sum, which could overflow.
     if len(lengths) and (lengths.min() <= 0 or lengths.max() > most or lengths.sum() > most):
         return -1
@@ -137,8 +140,8 @@ def send_pieces(fd: int, pieces: Words, at: int, most: int, flags: int, /) -> tu
 
     Args:
         fd: The socket.
-        pieces: `(num_pieces, 2)` uint64: address and number of bytes. Rows that are done are left alone; if the first row
-            that is left is done in part, it is made to begin where its rest does.
+        pieces: `(num_pieces, 2)` uint64: address and number of bytes. Rows that are done are left alone; if
+            the first row that is left is done in part, it is made to begin where its rest does.
         at: The first row that is left.
         most: The most bytes to move, at least 1.
         flags: Of `sendmsg(2)`.
@@ -155,10 +158,12 @@ def send_pieces(fd: int, pieces: Words, at: int, most: int, flags: int, /) -> tu
 def receive_pieces(
     fd: int, pieces: Words, at: int, most: int, epoll: int, wait_s: float, spin_s: float, /
 ) -> tuple[int, int]:
-    """Fill pieces from a socket. Arguments and errors are like those of `send_pieces`; 0 bytes mean that the peer closed.
+    """Fill pieces from a socket.
 
-    The compiled function goes on when the socket is empty: it waits for more as long as `wait_s` and `most` allow and as
-    nothing else happens that `epoll` reports. This one receives once.
+    Arguments and errors are like those of `send_pieces`; 0 bytes mean that the peer closed.
+
+    The compiled function goes on when the socket is empty: it waits for more as long as `wait_s` and `most`
+    allow and as nothing else happens that `epoll` reports. This one receives once.
 
     Args:
         epoll: The epoll set of which the socket is a member.

@@ -1,11 +1,11 @@
 """File descriptors: the limit of this process, and a reserve for libraries that abort without one.
 
-libzmq and UCX abort the process if they find no free descriptor at certain moments, for example when they start a thread.
-So a transport holds a few descriptors back and releases them for the duration of such a call. If they cannot be had, the
-call is not made: it is refused with an error that names the limit.
+libzmq and UCX abort the process if they find no free descriptor at certain moments, for example when they
+start a thread. So a transport holds a few descriptors back and releases them for the duration of such a call.
+If they cannot be had, the call is not made: it is refused with an error that names the limit.
 
-The limit itself is left alone, because it belongs to the program: one that uses `select()` breaks on descriptors above
-1023.
+The limit itself is left alone, because it belongs to the program: one that uses `select()` breaks on
+descriptors above 1023.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Reserve:
         self._held: list[int] = []
 
     def refill(self) -> bool:
-        """Hold back `num_held` descriptors again, or as many as there are; return whether it is all of them."""
+        """Hold back `num_held` descriptors again, or as many as there are; return whether it is all
+        of them.
+        """
         return self._take(self.num_held)
 
     def _take(self, num: int) -> bool:
@@ -100,8 +102,8 @@ class Reserve:
     def lent(self, num_needed: int, what: str) -> Iterator[None]:
         """Release the reserve while the body makes a call that needs at most `num_needed` descriptors.
 
-        That many must be free in addition to the reserve. So a thread that opens files at the same time would have to
-        take the whole reserve before the call finds none.
+        That many must be free in addition to the reserve. So a thread that opens files at the same time would
+        have to take the whole reserve before the call finds none.
 
         Args:
             what: What fails, for the message.
@@ -123,7 +125,10 @@ class Reserve:
             self.refill()
 
     def require(self, num_needed: int, what: str) -> None:
-        """Check that descriptors are free for a call that survives without. Raises BackpressureError: see `lent`."""
+        """Check that descriptors are free for a call that survives without.
+
+        Raises BackpressureError: see `lent`.
+        """
         with self.lent(num_needed, what):
             pass
 

@@ -88,7 +88,8 @@ def advise(mapping: Memory, advice: int) -> None:
 def prefault(mapping: Memory) -> None:
     """Back every page of a writable, still zeroed mapping with memory now.
 
-    The first write to a page of shared memory costs tens of times as much as a later one; pay that when the node starts.
+    The first write to a page of shared memory costs tens of times as much as a later one; pay that when the
+    node starts.
 
     Raises:
         OSError: there is not enough memory.
@@ -102,7 +103,8 @@ def prefault(mapping: Memory) -> None:
 
 
 def require_available(num_bytes: int) -> None:
-    """Check that memory is free before it is allocated, because the kernel kills a process if it runs out later.
+    """Check that memory is free before it is allocated, because the kernel kills a process if it runs out
+    later.
 
     Raises:
         ConfigurationError: `num_bytes` is not positive, or more than this process can allocate now.
@@ -195,7 +197,8 @@ class WordTable(GuardTable):
             self._allowed[index] = extents_of
 
     def may_read(self, guard: Guard, offsets: Int64Array, lengths: Int64Array) -> bool:
-        """Return whether regions of the pool are allowed under a guard, or the guard does not hold, so that nothing is sent.
+        """Return whether regions of the pool are allowed under a guard, or the guard does not hold, so that
+        nothing is sent.
 
         Any thread may clear the guard meanwhile.
         """
@@ -249,5 +252,8 @@ def require_guard(guard: Guard, num_guards: int) -> None:
 
 
 def guard_holds(table_address: int, guard: Guard) -> bool:
-    """Return whether a word of a mapped table still holds the value. All earlier copies are over before the word is loaded."""
+    """Return whether a word of a mapped table still holds the value.
+
+    All earlier copies are over before the word is loaded.
+    """
     return load_word(table_address + guard.index * WORD_BYTES) == guard.value

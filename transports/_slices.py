@@ -19,7 +19,8 @@ class SliceLimits:
     """How a read is cut.
 
     Attributes:
-        slice_bytes: Longest row. Rows share a slice of up to about this many bytes, and always fewer than twice as many.
+        slice_bytes: Longest row. Rows share a slice of up to about this many bytes, and always fewer than
+            twice as many.
         max_rows: Most rows per slice.
         alone_bytes: A row of at least this many bytes has a slice of its own; by default none has.
     """
@@ -45,8 +46,8 @@ class SlicePlan:
     Attributes:
         rows: `(num_rows, 2)`: remote offset, num_bytes.
         targets: `(num_rows,)` local addresses.
-        bounds: `(num_slices + 2,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`. The one after the last has no
-            rows: a fetch of it asks only whether the guard still holds.
+        bounds: `(num_slices + 2,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`. The one after the
+            last has no rows: a fetch of it asks only whether the guard still holds.
     """
 
     rows: Int64Array

@@ -46,8 +46,8 @@ Failures
     may run out of file descriptors. Then it raises a `BackpressureError` that names the limit and the remedy,
     and everything else goes on.
 
-What must never break: bytes that a read reports without an error are those that the guard vouched for, and after its
-end nothing writes into its regions.
+What must never break: bytes that a read reports without an error are those that the guard vouched for, and
+after its end nothing writes into its regions.
 
 To write a transport, do not implement `Endpoint` directly. `transports.endpoint` implements it once, with all
 promises about order and deadlines, and needs a small backend. `docs/writing-a-transport.md` shows how, step
@@ -102,7 +102,9 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class TransferEnded:
-    """A read is over. Without an error, all bytes are in place, and the guard held after the last of them was copied.
+    """A read is over.
+
+    Without an error, all bytes are in place, and the guard held after the last of them was copied.
 
     Attributes:
         error: What went wrong, or None. With an error, the content of the local regions is undefined.
@@ -125,7 +127,10 @@ Event = Connected | MessageReceived | PeerLost | TransferEnded
 
 
 class Arena(ABC):
-    """Memory that a transport can serve without a staging buffer. It is zeroed, pre-faulted and page-aligned."""
+    """Memory that a transport can serve without a staging buffer.
+
+    It is zeroed, pre-faulted and page-aligned.
+    """
 
     @property
     @abstractmethod
@@ -139,9 +144,12 @@ class Arena(ABC):
 
 
 class GuardTable(ABC):
-    """Words that are checked after a peer has read from us (see `Guard`). All are zero at first; zero is never valid.
+    """Words that are checked after a peer has read from us (see `Guard`).
 
-    Stores are ordered: if a peer copies bytes that were written after `clear` returned, it also sees the cleared word.
+    All are zero at first; zero is never valid.
+
+    Stores are ordered: if a peer copies bytes that were written after `clear` returned, it also sees the
+    cleared word.
     """
 
     num_guards: int
@@ -154,17 +162,20 @@ class GuardTable(ABC):
     def clear(self, index: int) -> None:
         """Make every later check of guard `index` fail. Call it before the guarded bytes change."""
 
-    #: Whether the owner of the memory sends it, and so can keep peers to what `allow` says. Otherwise peers take the bytes
-    #: themselves.
+    #: Whether the owner of the memory sends it, and so can keep peers to what `allow` says. Otherwise peers
+    #: take the bytes themselves.
     checks_reads: bool = False
 
     def allow(self, index: int, extents_of: Callable[[], Extents]) -> None:  # noqa: B027 - optional
-        """Let peers read only these bytes under guard `index`, until it is cleared. Before this they may read all.
+        """Let peers read only these bytes under guard `index`, until it is cleared.
+
+        Before this they may read all.
 
         Call it before `set`, and again when there are more bytes. It does nothing if `checks_reads` is False.
 
         Args:
-            extents_of: Called at most once, by the thread that answers the first read, because most guards are never used.
+            extents_of: Called at most once, by the thread that answers the first read, because most guards
+                are never used.
         """
 
 
@@ -172,11 +183,14 @@ class GuardTable(ABC):
 
 
 class Transport(ABC):
-    """One mechanism that moves bytes between processes: its options, its guards, and memory that it serves well."""
+    """One mechanism that moves bytes between processes: its options, its guards, and memory that it serves
+    well.
+    """
 
     # -- required --------------------------------------------------------------------------------------
 
-    #: The first part of its addresses. Also the name of its entry point, and the value of the option `transport`.
+    #: The first part of its addresses. Also the name of its entry point, and the value of the option
+    #: `transport`.
     scheme: ClassVar[str]
 
     #: The guards of the registered pool.
@@ -194,26 +208,31 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, pool: Pool) -> Endpoint:
-        """Make `pool` the memory that peers may read and that our reads write into. Call it once per transport.
+        """Make `pool` the memory that peers may read and that our reads write into.
+
+        Call it once per transport.
 
         The caller keeps memory that did not come from `allocate` alive until `close` has returned.
 
         Raises:
             KVTransferStateError: a pool is registered already.
             ConfigurationError: this transport cannot serve the memory of the pool. Nothing was registered.
-            BackendUnavailableError: serving that memory needs something that is not installed. Nothing was registered.
+            BackendUnavailableError: serving that memory needs something that is not installed. Nothing was
+                registered.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Close the endpoint, if there is one, and free everything. A second call does nothing.
 
-        Afterwards `allocate` and `register` raise `TransportClosedError`. For the endpoint see `Endpoint.close`.
+        Afterwards `allocate` and `register` raise `TransportClosedError`. For the endpoint see
+        `Endpoint.close`.
         """
 
     # -- optional --------------------------------------------------------------------------------------
 
-    #: The dataclass of its options. If it is None, only the constructor checks options. A subclass does not inherit it.
+    #: The dataclass of its options. If it is None, only the constructor checks options. A subclass does not
+    #: inherit it.
     options_type: ClassVar[type[object] | None] = None
 
     @classmethod
@@ -280,9 +299,10 @@ class Endpoint(ABC):
             The new peer's id.
 
         Raises:
-            ConfigurationError: `address` is malformed or of another scheme. Nothing was opened, no event follows.
-            BackpressureError: too many handshakes are going on (option `max_connecting`), or no file descriptor is
-                left. Nothing was opened, no event follows.
+            ConfigurationError: `address` is malformed or of another scheme. Nothing was opened, no event
+                follows.
+            BackpressureError: too many handshakes are going on (option `max_connecting`), or no file
+                descriptor is left. Nothing was opened, no event follows.
         """
 
     @abstractmethod
@@ -310,8 +330,9 @@ class Endpoint(ABC):
         """Begin to copy regions of the peer's pool into ours; `TransferEnded` follows.
 
         After `timeout_s` seconds the read is stopped. It ends a little later if a copy cannot be interrupted.
-        The event's error is one of these: `StaleRegionError` if the guard did not hold after the copy, `PeerLostError`,
-        `TransferTimeoutError`, `ChecksumError`, or `TransportClosedError` after `disconnect`.
+        The event's error is one of these: `StaleRegionError` if the guard did not hold after the copy,
+        `PeerLostError`, `TransferTimeoutError`, `ChecksumError`, or `TransportClosedError` after
+        `disconnect`.
 
         Returns:
             The transfer's id.
@@ -326,7 +347,9 @@ class Endpoint(ABC):
 
     @abstractmethod
     def wait_events(self, timeout_s: float) -> list[Event]:
-        """Wait until something happens, `wake` is called, or `timeout_s` seconds have passed; return what happened."""
+        """Wait until something happens, `wake` is called, or `timeout_s` seconds have passed; return what
+        happened.
+        """
 
     @abstractmethod
     def wake(self) -> None:
@@ -334,9 +357,12 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drop every peer and free everything. Wait for reads that cannot be interrupted. A second call does nothing.
+        """Drop every peer and free everything.
 
-        Afterwards `wake`, `disconnect` and `close` do nothing; every other call raises `TransportClosedError`.
+        Wait for reads that cannot be interrupted. A second call does nothing.
+
+        Afterwards `wake`, `disconnect` and `close` do nothing; every other call raises
+        `TransportClosedError`.
         """
 
     # -- optional --------------------------------------------------------------------------------------

@@ -5,14 +5,15 @@
         copy_threads: Annotated[int, integer(1, 64)] = 1
         socket_dir: str = ""
 
-A *check* takes a value from outside and returns it, converted where the check says so; or it raises `Refused`. The
-annotation of a field carries its check. `bool`, `str`, `Mapping`, `Literal[...]` and checked dataclasses need none;
-numbers always do, because their bounds must be written down. A dataclass may also have a method `require_consistent`, which
-raises `Refused` if its fields do not fit together.
+A *check* takes a value from outside and returns it, converted where the check says so; or it raises
+`Refused`. The annotation of a field carries its check. `bool`, `str`, `Mapping`, `Literal[...]` and checked
+dataclasses need none; numbers always do, because their bounds must be written down. A dataclass may also have
+a method `require_consistent`, which raises `Refused` if its fields do not fit together.
 
-There are three ways to use such a class, each with the errors of its caller: `Record.read` for a peer's messages, which
-must have exactly these fields; `Record.read_known` for a mapping that may have others; and `require_valid` for options,
-which are checked however they were made (`options`). Sizes are checked before contents, because a peer chooses both.
+There are three ways to use such a class, each with the errors of its caller: `Record.read` for a peer's
+messages, which must have exactly these fields; `Record.read_known` for a mapping that may have others; and
+`require_valid` for options, which are checked however they were made (`options`). Sizes are checked before
+contents, because a peer chooses both.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Refused(Exception):
     """A value is not what it must be. Callers turn this into an error of their own tree.
 
     Attributes:
-        why: The end of a sentence that begins with the field's name, e.g. `"must be an integer from 1 to 64, got 0"`.
+        why: The end of a sentence that begins with the field's name, e.g. `"must be an integer from 1 to 64,
+            got 0"`.
         path: Where in the outermost value, e.g. `".layers[3].name"`; empty for the value itself.
     """
 
@@ -93,7 +95,8 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return foreign text for a terminal or a log: what could move the cursor or begin a line becomes its escape.
+    """Return foreign text for a terminal or a log: what could move the cursor or begin a line becomes its
+    escape.
 
     Args:
         keep: Characters that stay as they are, for example a newline.
@@ -113,7 +116,8 @@ def json_of(text: str | bytes) -> Any:
     """Return the value that another program or a user wrote as JSON.
 
     Raises:
-        Refused: It is no JSON, or printing it would fail: it is nested very deeply, or has a number of very many digits.
+        Refused: It is no JSON, or printing it would fail: it is nested very deeply, or has a number of very
+            many digits.
     """
     return _read("JSON", json.loads, text)
 
@@ -252,7 +256,8 @@ def each(check: Callable[[object], T], max_count: int) -> Callable[[object], tup
 def integers(low: int, high: int, max_count: int) -> Callable[[object], tuple[int, ...]]:
     """Accept a list of at most `max_count` integers from `low` to `high`, and return a tuple.
 
-    It does what `each(integer(low, high), max_count)` does, but block tables have too many entries for a call each.
+    It does what `each(integer(low, high), max_count)` does, but block tables have too many entries for a call
+    each.
     """
     check_each = each(integer(low, high), max_count)
 
@@ -272,7 +277,9 @@ def integers(low: int, high: int, max_count: int) -> Callable[[object], tuple[in
 
 
 class Record(Generic[T]):
-    """Reads values of one dataclass by the checks that its annotations declare. They are looked up once, here.
+    """Reads values of one dataclass by the checks that its annotations declare.
+
+    They are looked up once, here.
 
     A `Record` is a check itself, so that dataclasses nest.
 
@@ -311,7 +318,8 @@ class Record(Generic[T]):
         """Make an instance of a mapping that may have other keys as well. Null means that a field is not set.
 
         Raises:
-            Refused: `plain` is no mapping; a field without a default is not set; or one is not what it must be.
+            Refused: `plain` is no mapping; a field without a default is not set; or one is not what it must
+                be.
         """
         known = mapping(plain)
         present = {name: value for name in self.has_default if (value := known.get(name)) is not None}

@@ -17,7 +17,8 @@ except ImportError:
     from . import _copy_python as _functions  # type: ignore[no-redef]
 
     IS_COMPILED = False
-    # Without `kvferry/__init__.py`, Python took a folder called kvferry on its path, such as a clone in the current folder.
+    # Without `kvferry/__init__.py`, Python took a folder called kvferry on its path, such as a clone in the
+    # current folder.
     _is_installed = getattr(sys.modules["kvferry"], "__file__", None) is not None
     logger.warning(
         "copying regions one by one in Python, at about two thirds of the speed: no compiled part next to %r; %s",

@@ -1,12 +1,12 @@
 """Copies of many small regions by a kernel of the GPU.
 
-A copy engine takes a few microseconds per region, and a model's layout with a page per layer has tens of thousands of
-regions per read. The kernel takes no longer for them than the memory does. It reads and writes any memory that the GPU
-can reach: its own, another process's that is mapped here, and pinned main memory. Regions of a mebibyte or more go to the
-copy engines, which keep the GPU's multiprocessors free.
+A copy engine takes a few microseconds per region, and a model's layout with a page per layer has tens of
+thousands of regions per read. The kernel takes no longer for them than the memory does. It reads and writes
+any memory that the GPU can reach: its own, another process's that is mapped here, and pinned main memory.
+Regions of a mebibyte or more go to the copy engines, which keep the GPU's multiprocessors free.
 
-The kernel is compiled when the first pool is registered, in a tenth of a second, by NVIDIA's compiler library (NVRTC),
-which comes with PyTorch for CUDA. Where it is missing all regions go to the copy engines.
+The kernel is compiled when the first pool is registered, in a tenth of a second, by NVIDIA's compiler library
+(NVRTC), which comes with PyTorch for CUDA. Where it is missing all regions go to the copy engines.
 
 Sources: the documentation of the CUDA Driver API and of NVRTC.
 """
@@ -30,9 +30,11 @@ logger = logging.getLogger(__name__)
 
 #: Regions of fewer bytes are copied by the kernel.
 _SMALL_BYTES: Final = 1 << 20
-#: Regions that one launch takes. They are its parameters, which may have 4,096 bytes: so nothing must outlive the launch.
+#: Regions that one launch takes. They are its parameters, which may have 4,096 bytes: so nothing must outlive
+#: the launch.
 _MAX_REGIONS: Final = 168
-#: A megabyte is under way at a time, as much as the memory of an H100 needs, on less than half of its multiprocessors.
+#: A megabyte is under way at a time, as much as the memory of an H100 needs, on less than half of its
+#: multiprocessors.
 _NUM_BLOCKS: Final = 64
 _NUM_THREADS: Final = 256
 
@@ -68,7 +70,9 @@ extern "C" __global__ void {_NAME.decode()}(const __grid_constant__ Regions regi
 
 
 class RegionCopies:
-    """Launches copies of regions on streams of one GPU, in whose context every method but `close` is called."""
+    """Launches copies of regions on streams of one GPU, in whose context every method but `close` is
+    called.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -94,7 +98,8 @@ class RegionCopies:
         if self._kernel is None or np.count_nonzero(is_small) < 2:
             self._copy_each(stream, targets, sources, lengths)
             return
-        # The order of the two does not matter: regions of one read do not overlap, and the caller waits for the stream.
+        # The order of the two does not matter: regions of one read do not overlap, and the caller waits for
+        # the stream.
         if not is_small.all():
             self._copy_each(stream, targets[~is_small], sources[~is_small], lengths[~is_small])
         self._copy_small(stream, targets[is_small], sources[is_small], lengths[is_small])
@@ -110,7 +115,8 @@ class RegionCopies:
         for at, column in enumerate(columns):
             rows[:num_regions, at] = column
         count = np.empty(1, dtype=np.int32)
-        # The parameters are addresses of addresses, so `rows` and `count` must live until the launch has returned.
+        # The parameters are addresses of addresses, so `rows` and `count` must live until the launch has
+        # returned.
         for first in range(0, num_regions, _MAX_REGIONS):
             count[0] = min(num_regions - first, _MAX_REGIONS)
             parameters = np.array([rows[first:].ctypes.data, count.ctypes.data], dtype=np.uint64)

@@ -1,7 +1,7 @@
 """CUDA's driver: one GPU, and the calls on which the parts for GPUs are built. All are checked.
 
-The driver is called through NVIDIA's own bindings (`cuda.bindings.driver`), which are imported when the first pool on a
-GPU is registered. Source: the documentation of the CUDA Driver API.
+The driver is called through NVIDIA's own bindings (`cuda.bindings.driver`), which are imported when the first
+pool on a GPU is registered. Source: the documentation of the CUDA Driver API.
 """
 
 from __future__ import annotations
@@ -70,15 +70,20 @@ class Driver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def attribute(self, name: str, address: int) -> int:
-        """Return a `CU_POINTER_ATTRIBUTE_` of an address. Raises TransportError: the driver does not know it."""
+        """Return a `CU_POINTER_ATTRIBUTE_` of an address.
+
+        Raises TransportError: the driver does not know it.
+        """
         attribute = getattr(self.api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         return int(self.call("cuPointerGetAttribute", attribute, address))
 
     def launch_host_function(self, stream: Any, function: int, argument: int) -> None:
-        """Have a thread of the driver call a compiled function when everything before it on the stream has run.
+        """Have a thread of the driver call a compiled function when everything before it on the stream has
+        run.
 
-        The driver is called directly. The bindings would wrap the function in one that takes the GIL, and a stream does
-        nothing else until its host function has returned. So the next copies would wait until Python lets go of the GIL.
+        The driver is called directly. The bindings would wrap the function in one that takes the GIL, and a
+        stream does nothing else until its host function has returned. So the next copies would wait until
+        Python lets go of the GIL.
 
         Raises:
             TransportError: it failed.
@@ -158,7 +163,9 @@ class Gpu:
             self.driver.call("cuCtxPopCurrent")
 
     def make_stream(self) -> Any:
-        """Return a new stream, independent of the default one. `release("cuStreamDestroy", stream)` must follow.
+        """Return a new stream, independent of the default one.
+
+        `release("cuStreamDestroy", stream)` must follow.
 
         Raises:
             BackendUnavailableError: the GPU has none left.

@@ -1,8 +1,9 @@
 """Copies between a pool on a GPU and pinned memory; see `movers`.
 
-Each direction has a stream, and a ring of pinned buffers. After the copies of a ticket come an event and a host function
-on its stream. The host function writes to the eventfd that `fileno` returns, so no thread waits for a copy. It is not
-called if the GPU fails, so an endpoint polls every few milliseconds as well while tickets are open.
+Each direction has a stream, and a ring of pinned buffers. After the copies of a ticket come an event and a
+host function on its stream. The host function writes to the eventfd that `fileno` returns, so no thread waits
+for a copy. It is not called if the GPU fails, so an endpoint polls every few milliseconds as well while
+tickets are open.
 
 Source: the documentation of the CUDA Driver API.
 """
@@ -119,7 +120,8 @@ class _Lane:
         self._signal = signal
         self._stream = gpu.make_stream()
         opened.callback(gpu.release, "cuStreamDestroy", self._stream)
-        # The signal of the last ticket comes after its event. It must not go to a file that reuses the descriptor.
+        # The signal of the last ticket comes after its event. It must not go to a file that reuses the
+        # descriptor.
         opened.callback(gpu.release, "cuStreamSynchronize", self._stream)
         self._idle_events: list[Any] = []  # making one costs as much as launching a copy
         opened.callback(self._release_events)

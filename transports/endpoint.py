@@ -18,12 +18,13 @@ The states of a peer::
 A peer is LEAVING while its connection is gone but some of its reads cannot be interrupted yet, for example
 because another thread is copying. Its `PeerLost` waits until they have ended.
 
-The owner of an endpoint can rely on what `base` says about the order of events and about ids, whatever the backend
-reports. A backend may report the same thing twice, or late. A report about a peer that is leaving, or about a read
-that has ended, changes nothing. The second end of a read is logged, because it means that the backend may
-have written into memory that no longer belonged to it.
+The owner of an endpoint can rely on what `base` says about the order of events and about ids, whatever the
+backend reports. A backend may report the same thing twice, or late. A report about a peer that is leaving, or
+about a read that has ended, changes nothing. The second end of a read is logged, because it means that the
+backend may have written into memory that no longer belonged to it.
 
-What must never break: each read that was accepted ends once, before its peer is lost, and nothing follows the loss.
+What must never break: each read that was accepted ends once, before its peer is lost, and nothing follows the
+loss.
 
 The cost of one event does not depend on the number of peers: nothing here walks over all of them, except
 `close`.
@@ -139,7 +140,9 @@ class Read(Generic[C]):
 
 
 class Backend(ABC, Generic[C]):
-    """What differs between transports. The thread that owns the endpoint calls every method except `interrupt`.
+    """What differs between transports.
+
+    The thread that owns the endpoint calls every method except `interrupt`.
 
     If a method about a peer raises an exception that it does not document, only that peer is lost.
     """
@@ -160,11 +163,14 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def connect(self, peer: Peer[C]) -> None:
-        """Begin to connect. Report `PeerTable.connected` or `lose`, now or later; the table watches the deadline.
+        """Begin to connect.
+
+        Report `PeerTable.connected` or `lose`, now or later; the table watches the deadline.
 
         Raises:
-            BackpressureError: this process lacks something now, such as a file descriptor, that it may have later.
-                `start_connect` raises it too, and no event follows. Any other error becomes the peer's `PeerLost`.
+            BackpressureError: this process lacks something now, such as a file descriptor, that it may have
+                later. `start_connect` raises it too, and no event follows. Any other error becomes the peer's
+                `PeerLost`.
         """
 
     @abstractmethod
@@ -192,17 +198,20 @@ class Backend(ABC, Generic[C]):
         """Begin a read from a connected peer. Report its end by `PeerTable.end_read`, now or later.
 
         Raises:
-            RegionError: a region or the guard is out of bounds. Nothing has begun, and no event follows. Any other
-                error loses the peer, which ends the read.
+            RegionError: a region or the guard is out of bounds. Nothing has begun, and no event follows. Any
+                other error loses the peer, which ends the read.
         """
 
     @abstractmethod
     def stop_read(self, read: Read[C]) -> bool:
-        """Stop a read because of `read.error`. After `hang_up` it may be called a second time for the same read.
+        """Stop a read because of `read.error`.
+
+        After `hang_up` it may be called a second time for the same read.
 
         Returns:
-            True: nothing writes into the local regions any more, and the table reports the end. False: something
-            still does, such as a copy in another thread or on a GPU. Report `end_read` as soon as it is over.
+            True: nothing writes into the local regions any more, and the table reports the end. False:
+            something still does, such as a copy in another thread or on a GPU. Report `end_read` as soon as
+            it is over.
         """
 
     # -- required: the loop ----------------------------------------------------------------------------
@@ -211,9 +220,9 @@ class Backend(ABC, Generic[C]):
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds until something happens; deal with it, and report it to the table.
 
-        Return as soon as the table has events (`PeerTable.has_events`) or `interrupt` was called. With 0, do what can
-        be done without waiting. Raise nothing because of one peer: report it by `PeerTable.lose`. Do not walk over
-        all peers: look only at those that have something to do.
+        Return as soon as the table has events (`PeerTable.has_events`) or `interrupt` was called. With 0, do
+        what can be done without waiting. Raise nothing because of one peer: report it by `PeerTable.lose`. Do
+        not walk over all peers: look only at those that have something to do.
         """
 
     @abstractmethod
@@ -224,19 +233,27 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def stop_serving(self) -> None:
-        """Clear all guards, and wait until no read writes into the pool. First step of a close, before any `hang_up`.
+        """Clear all guards, and wait until no read writes into the pool.
+
+        First step of a close, before any `hang_up`.
 
         Peers hear of the close only after this. A read that ends later finds its guard cleared, so it fails.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close listeners, sockets and libraries. Last step of a close, after `hang_up` and `release` of all peers."""
+        """Close listeners, sockets and libraries.
+
+        Last step of a close, after `hang_up` and `release` of all peers.
+        """
 
     # -- optional --------------------------------------------------------------------------------------
 
     def release(self, peer: Peer[C]) -> None:
-        """Free what reads from a peer needed. Called once, after `hang_up` and after the peer's last read has ended."""
+        """Free what reads from a peer needed.
+
+        Called once, after `hang_up` and after the peer's last read has ended.
+        """
 
     def handshake_error(self, peer: Peer[C]) -> KVTransferError:
         """Make the error of a handshake that took too long."""
@@ -258,8 +275,8 @@ class HandshakeLimits:
 
     Attributes:
         timeout_s: Seconds that an incoming connection may take for its handshake.
-        max_connecting: Handshakes at a time, in each direction. `start_connect` refuses more. If more come in, the
-            oldest is dropped.
+        max_connecting: Handshakes at a time, in each direction. `start_connect` refuses more. If more come
+            in, the oldest is dropped.
     """
 
     timeout_s: float = math.inf
@@ -308,8 +325,8 @@ class PeerTable(Generic[C]):
     def add_incoming(self, connection: C) -> Peer[C]:
         """Add a peer that connected to us. Its handshake has a deadline from now on.
 
-        If too many handshakes are going on, the oldest incoming one is dropped. A real peer says hello at once, so the
-        connection that has been silent for the longest time is most likely not one.
+        If too many handshakes are going on, the oldest incoming one is dropped. A real peer says hello at
+        once, so the connection that has been silent for the longest time is most likely not one.
         """
         handshakes = self._handshakes[True]
         if len(handshakes) >= self._limits.max_connecting:
@@ -339,7 +356,10 @@ class PeerTable(Generic[C]):
             self.lose(peer, ProtocolError("the peer sent a control message before the end of the handshake"))
 
     def lose(self, peer: Peer[C], error: Exception) -> None:
-        """Report that the peer is gone, or drop it. An error of a type that is not ours is logged with its traceback."""
+        """Report that the peer is gone, or drop it.
+
+        An error of a type that is not ours is logged with its traceback.
+        """
         if peer.state is PeerState.LEAVING:
             return
         if not isinstance(error, KVTransferError):
@@ -358,7 +378,8 @@ class PeerTable(Generic[C]):
         """Report that a read is over: nothing writes into its local regions any more.
 
         Args:
-            error: What went wrong, or None. If the read was being stopped, the event has the reason for that instead.
+            error: What went wrong, or None. If the read was being stopped, the event has the reason for that
+                instead.
             ended_at: When the last byte came, by the table's clock, if that was earlier than now.
         """
         if self._reads.pop(read.transfer_id, None) is None:
@@ -470,7 +491,9 @@ class PeerTable(Generic[C]):
         return read.transfer_id
 
     def next_deadline(self) -> float:
-        """Return when `expire` has something to do, by the table's clock; infinite if nothing has a deadline."""
+        """Return when `expire` has something to do, by the table's clock; infinite if nothing has a
+        deadline.
+        """
         while self._deadlines and not self._is_waited_for(self._deadlines[0][1]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
@@ -576,7 +599,8 @@ class PeerTable(Generic[C]):
         """Let `expire` look at a handshake, a read or a timer at this time, if it still exists."""
         num_live = len(self._reads) + len(self._timers) + sum(map(len, self._handshakes.values()))
         if len(self._deadlines) > 2 * num_live + _MAX_DEAD_DEADLINES:
-            # Most reads end long before their deadline. Without this, the heap would grow with the rate of reads.
+            # Most reads end long before their deadline. Without this, the heap would grow with the rate of
+            # reads.
             self._deadlines = [entry for entry in self._deadlines if self._is_waited_for(entry[1])]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (when, owner_id))
@@ -659,7 +683,9 @@ class PeerEndpoint(Endpoint, Generic[C]):
                 return table.take_events()
 
     def next_deadline(self) -> float:
-        """Return when `wait_events` has something to do even if nothing arrives, in `time.monotonic` seconds."""
+        """Return when `wait_events` has something to do even if nothing arrives, in `time.monotonic`
+        seconds.
+        """
         return self._table.next_deadline()
 
     def wake(self) -> None:
@@ -675,15 +701,15 @@ class PeerEndpoint(Endpoint, Generic[C]):
 class PeerTransport(Transport):
     """A transport with a `PeerEndpoint`. A subclass only allocates memory and makes the endpoint.
 
-    It sets `guards` in its constructor and overrides `_allocate` and `_open`. If it holds anything else, it overrides
-    `_free`.
+    It sets `guards` in its constructor and overrides `_allocate` and `_open`. If it holds anything else, it
+    overrides `_free`.
     """
 
     def __init__(self) -> None:
         self._endpoint: Endpoint | None = None
         self._is_closed = False
-        # Reads write to plain addresses, which keep nothing mapped. A caller that drops an arena early would otherwise
-        # crash the process in the middle of a copy.
+        # Reads write to plain addresses, which keep nothing mapped. A caller that drops an arena early would
+        # otherwise crash the process in the middle of a copy.
         self._arenas: list[Arena] = []
 
     def __repr__(self) -> str:

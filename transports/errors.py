@@ -2,27 +2,25 @@
 
     KVTransferError
     ├─ ConfigurationError(ValueError)         a setting is wrong; names its key and value; nothing was started
-    ├─ BackendUnavailableError(ImportError)   a backend cannot work on this machine; says why, and what would help
-    ├─ KVTransferStateError(RuntimeError)     a call out of order, or from the wrong process
-    ├─ TransportError
-    │  ├─ TransportClosedError                this side closed it
-    │  ├─ PeerLostError(ConnectionError)      the peer, or the path to it, is gone
-    │  ├─ PeerRefusedError(PermissionError)   the peer is not one we talk to (another user, no key)
-    │  ├─ TransferTimeoutError(TimeoutError)  a deadline passed
-    │  ├─ BackpressureError                   the peer does not read its messages, or a limit of ours is reached
-    │  ├─ ProtocolError                       bytes that the protocol forbids
-    │  ├─ ChecksumError                       the bytes that arrived are not those that were sent
-    │  ├─ RegionError(ValueError)             a region outside the registered memory
-    │  └─ StaleRegionError                    the guard changed while bytes were copied; the bytes are not valid
-    ├─ HandshakeError
-    │  ├─ VersionMismatchError                local, oldest, remote, release
-    │  ├─ IncompatiblePeerError               field, local, remote
-    │  └─ ForeignTransportError               the peer's address is of another transport: local, remote
-    ├─ ConnectorError                         a handoff failed: see `connector/errors.py`
-    └─ UnexpectedError                        a call raised what it does not document: a bug, or an unmapped library error
+    ├─ BackendUnavailableError(ImportError)   a backend cannot work on this machine; says why, and what would
+    help ├─ KVTransferStateError(RuntimeError)     a call out of order, or from the wrong process ├─
+    TransportError │  ├─ TransportClosedError                this side closed it │  ├─
+    PeerLostError(ConnectionError)      the peer, or the path to it, is gone │  ├─
+    PeerRefusedError(PermissionError)   the peer is not one we talk to (another user, no key) │  ├─
+    TransferTimeoutError(TimeoutError)  a deadline passed │  ├─ BackpressureError                   the peer
+    does not read its messages, or a limit of ours is reached │  ├─ ProtocolError                       bytes
+    that the protocol forbids │  ├─ ChecksumError                       the bytes that arrived are not those
+    that were sent │  ├─ RegionError(ValueError)             a region outside the registered memory │  └─
+    StaleRegionError                    the guard changed while bytes were copied; the bytes are not valid ├─
+    HandshakeError │  ├─ VersionMismatchError                local, oldest, remote, release │  ├─
+    IncompatiblePeerError               field, local, remote │  └─ ForeignTransportError               the
+    peer's address is of another transport: local, remote ├─ ConnectorError                         a handoff
+    failed: see `connector/errors.py` └─ UnexpectedError                        a call raised what it does not
+    document: a bug, or an unmapped library error
 
-Errors also derive from the builtin exception that a caller would catch. Programs read the attributes; messages are for
-people. Backends raise only these errors, and each maps its library's errors in one table (`mapped`).
+Errors also derive from the builtin exception that a caller would catch. Programs read the attributes;
+messages are for people. Backends raise only these errors, and each maps its library's errors in one table
+(`mapped`).
 """
 
 from __future__ import annotations
@@ -66,7 +64,10 @@ class TransportClosedError(TransportError):
 
 
 class PeerLostError(TransportError, ConnectionError):
-    """The peer, or the path to it, is gone. A read may have written none, some or all of its bytes locally."""
+    """The peer, or the path to it, is gone.
+
+    A read may have written none, some or all of its bytes locally.
+    """
 
 
 class PeerRefusedError(TransportError, PermissionError):
@@ -74,23 +75,32 @@ class PeerRefusedError(TransportError, PermissionError):
 
 
 class TransferTimeoutError(TransportError, TimeoutError):
-    """A deadline passed. The operation was cancelled; the contents of a read's local regions are undefined."""
+    """A deadline passed.
+
+    The operation was cancelled; the contents of a read's local regions are undefined.
+    """
 
 
 class BackpressureError(TransportError):
     """The peer does not read its messages, and this one was not sent.
 
-    Also raised if a limit of this process is reached, such as that of file descriptors or of connections in progress. In
-    that case the text names the limit and the remedy, and the operation was not started.
+    Also raised if a limit of this process is reached, such as that of file descriptors or of connections in
+    progress. In that case the text names the limit and the remedy, and the operation was not started.
     """
 
 
 class ProtocolError(TransportError):
-    """Bytes that the protocol forbids. If a peer sent them, it was dropped. If they are ours, they were not sent."""
+    """Bytes that the protocol forbids.
+
+    If a peer sent them, it was dropped. If they are ours, they were not sent.
+    """
 
 
 class ChecksumError(TransportError):
-    """Bytes changed in transit and were not accepted. The contents of the read's local regions are undefined."""
+    """Bytes changed in transit and were not accepted.
+
+    The contents of the read's local regions are undefined.
+    """
 
 
 class RegionError(TransportError, ValueError):
@@ -156,8 +166,8 @@ class ForeignTransportError(HandshakeError):
 class UnexpectedError(KVTransferError):
     """A call raised an exception that it does not document: a bug, or a library's error that no table maps.
 
-    Only the request, peer or read that the call was about ends. `__cause__` is the exception; its traceback was logged and
-    removed.
+    Only the request, peer or read that the call was about ends. `__cause__` is the exception; its traceback
+    was logged and removed.
     """
 
 

@@ -1,8 +1,8 @@
 """`inproc`: both sides in one process. The reference for what the others must do, and fast in tests.
 
-There is no thread in the background: a read copies its bytes within the owner's `wait_events`. Between `start_read` and
-that call the remote guard may change, the peer may go, or the deadline may pass, and each shows as it would with a
-mechanism that works in the background.
+There is no thread in the background: a read copies its bytes within the owner's `wait_events`. Between
+`start_read` and that call the remote guard may change, the peer may go, or the deadline may pass, and each
+shows as it would with a mechanism that works in the background.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class _Side:
 
     Attributes:
         changed: Guards everything below, and the queued bytes of this side's connections.
-        arrived: What the others put here: `None` when they connect, messages, and the error when they hang up.
+        arrived: What the others put here: `None` when they connect, messages, and the error when they hang
+            up.
         memory_in_use: Held while a peer copies out of the pool.
     """
 

@@ -20,11 +20,11 @@ class _Interval:
 class LimitedLog:
     """Logs the first lines of each interval and counts the others.
 
-    Any process that reaches a port can have connections refused as fast as the network allows. With one line for each,
-    the disk would fill up. The first line of the next interval says how many lines were suppressed.
+    Any process that reaches a port can have connections refused as fast as the network allows. With one line
+    for each, the disk would fill up. The first line of the next interval says how many lines were suppressed.
 
-    Lines with different keys are limited separately. Keys must not come from peers, because they are never forgotten.
-    If several threads log at once, the counts may be slightly wrong.
+    Lines with different keys are limited separately. Keys must not come from peers, because they are never
+    forgotten. If several threads log at once, the counts may be slightly wrong.
 
     Args:
         max_lines: Lines per interval and key.

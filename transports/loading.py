@@ -22,10 +22,12 @@ def load_class(
         base: The class must be this one or a subclass. (Its type is that of a class that may be abstract.)
         what: What is loaded, in an error message, e.g. `"transport 'shm'"`.
         key: The setting that names it, for the error.
-        remedy: What makes it loadable, if a module or class that is missing can only mean that a requirement is.
+        remedy: What makes it loadable, if a module or class that is missing can only mean that a requirement
+            is.
 
     Raises:
-        BackendUnavailableError: the module says so itself; or, with a `remedy`, the module or the class is missing.
+        BackendUnavailableError: the module says so itself; or, with a `remedy`, the module or the class is
+            missing.
         ConfigurationError: the module cannot be imported, has no such class, or the class is not a `base`.
     """
     assert isinstance(base, type)

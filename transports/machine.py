@@ -9,7 +9,9 @@ _NO_LIMIT = 1 << 62
 
 
 def memory_of_this_process() -> tuple[int, int]:
-    """Return the bytes in total, and the bytes that can still be allocated, of the machine or the container, whichever is less."""
+    """Return the bytes in total, and the bytes that can still be allocated, of the machine or the container,
+    whichever is less.
+    """
     total, free = read_host_memory(Path("/proc/meminfo"))
     limit, left = read_cgroup_memory(Path("/proc/self"))
     return min(total, limit), min(free, left)
@@ -27,8 +29,8 @@ def read_host_memory(meminfo: Path) -> tuple[int, int]:
 def read_cgroup_memory(process: Path) -> tuple[int, int]:
     """Read how much memory the control groups of a process, version 2 or 1, allow it.
 
-    The limits of all visible parent groups apply as well; the tightest one counts. Page cache that the kernel can drop
-    does not count as used.
+    The limits of all visible parent groups apply as well; the tightest one counts. Page cache that the kernel
+    can drop does not count as used.
 
     Args:
         process: Its folder in `/proc`.
@@ -53,7 +55,9 @@ def read_cgroup_memory(process: Path) -> tuple[int, int]:
 
 
 def _folders(process: Path) -> Iterator[Path]:
-    """Yield the folders of the groups that limit a process's memory, for each mounted hierarchy from its own group upwards."""
+    """Yield the folders of the groups that limit a process's memory, for each mounted hierarchy from its own
+    group upwards.
+    """
     try:
         own = dict(_own_groups((process / "cgroup").read_text()))
         mounts = list(_mounts((process / "mountinfo").read_text()))
@@ -61,7 +65,8 @@ def _folders(process: Path) -> Iterator[Path]:
         return
     for version, root, mounted in mounts:
         group = own.get(version, root)
-        # A mount may show only a part of the hierarchy, as in a container. Groups outside that part cannot be read.
+        # A mount may show only a part of the hierarchy, as in a container. Groups outside that part cannot be
+        # read.
         inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
         if ".." in inside.parts:
             inside = PurePosixPath()
@@ -90,7 +95,10 @@ def _mounts(mountinfo: str) -> Iterator[tuple[int, PurePosixPath, Path]]:
 
 
 def _droppable(stat: Path) -> int:
-    """Return the bytes of inactive page cache. Version 1 has a figure for the group alone and one for its subtree."""
+    """Return the bytes of inactive page cache.
+
+    Version 1 has a figure for the group alone and one for its subtree.
+    """
     found = [line.split() for line in stat.read_text().splitlines()]
     return max(
         (int(line[1]) for line in found if line[0] in ("inactive_file", "total_inactive_file")), default=0

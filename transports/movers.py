@@ -1,16 +1,16 @@
 """Copies between the registered pool and buffers that sockets reach, whatever memory the pool is in.
 
-A network transport never touches the bytes of a pool. Its endpoint has one *mover*, made from the pool. The mover
-gathers regions of the pool into a buffer, and scatters a buffer into regions of the pool:
+A network transport never touches the bytes of a pool. Its endpoint has one *mover*, made from the pool. The
+mover gathers regions of the pool into a buffer, and scatters a buffer into regions of the pool:
 
     owner    pool ── gather ──▶ buffer ──▶ network            reader    network ──▶ buffer ── scatter ──▶ pool
 
-A copy to or from a GPU ends later than the call that starts it, so each copy returns a *ticket*. The endpoint's loop
-watches `Mover.fileno` and calls `Mover.poll`, and the tickets that ended call what was passed to `Ticket.then`. For main
-memory a ticket has ended when the call returns, so nothing waits.
+A copy to or from a GPU ends later than the call that starts it, so each copy returns a *ticket*. The
+endpoint's loop watches `Mover.fileno` and calls `Mover.poll`, and the tickets that ended call what was passed
+to `Ticket.then`. For main memory a ticket has ended when the call returns, so nothing waits.
 
-Buffers come from two rings, one per direction: if serving and reading shared a ring, two nodes that read from each other
-could fill both rings with slices that wait for the other side, and neither could gather.
+Buffers come from two rings, one per direction: if serving and reading shared a ring, two nodes that read from
+each other could fill both rings with slices that wait for the other side, and neither could gather.
 
 One thread uses a mover, the one that owns the endpoint. `docs/decisions/0014-movers.md` gives the reasons.
 """
@@ -27,7 +27,8 @@ from .copying import copy_regions, gather_regions, scatter_regions
 from .errors import KVTransferError
 from .regions import AddressArray, Int64Array, MemoryKind
 
-#: How long an endpoint waits at most while tickets are open: an error of a GPU may suppress the signal of a copy's end.
+#: How long an endpoint waits at most while tickets are open: an error of a GPU may suppress the signal of a
+#: copy's end.
 MAX_WAIT_S = 0.005
 
 #: Idle buffers that a ring without a limit keeps.
@@ -50,7 +51,10 @@ class Ticket:
         self._call: Callable[[], None] | None = None
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call `call` at the end: now if the copy is over, otherwise from `Mover.poll`. Use it once per ticket."""
+        """Call `call` at the end: now if the copy is over, otherwise from `Mover.poll`.
+
+        Use it once per ticket.
+        """
         if self.is_over:
             call()
         else:
@@ -97,7 +101,10 @@ class Ring(ABC):
 
     @abstractmethod
     def when_free(self, waiter: object, call: Callable[[], None]) -> None:
-        """Call `call` once when a buffer was given back. Waiters are served in order; one that waits already keeps its place."""
+        """Call `call` once when a buffer was given back.
+
+        Waiters are served in order; one that waits already keeps its place.
+        """
 
     @abstractmethod
     def forget(self, waiter: object) -> None:
@@ -118,8 +125,8 @@ class Mover(ABC):
     #: The kind of pool that it serves.
     kind: ClassVar[MemoryKind]
 
-    #: Whether the buffer of a copy must come from a ring. If not, it may be any memory, and a transport may also send
-    #: the pool's bytes from where they are.
+    #: Whether the buffer of a copy must come from a ring. If not, it may be any memory, and a transport may
+    #: also send the pool's bytes from where they are.
     needs_staging: ClassVar[bool]
 
     gather_ring: Ring
@@ -139,7 +146,10 @@ class Mover(ABC):
 
     @abstractmethod
     def start_scatter(self, targets: AddressArray, buffer_address: int, lengths: Int64Array) -> Ticket:
-        """Copy a buffer, piece by piece, to regions of the pool. `targets` and `lengths`: `(num_regions,)`."""
+        """Copy a buffer, piece by piece, to regions of the pool.
+
+        `targets` and `lengths`: `(num_regions,)`.
+        """
 
     @abstractmethod
     def start_scatter_each(self, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> Ticket:
@@ -150,7 +160,10 @@ class Mover(ABC):
         return -1
 
     def poll(self) -> None:  # noqa: B027 - copies of main memory end at once
-        """End the tickets whose copies are over. Call it when `fileno` is readable, and every few ms while some are open."""
+        """End the tickets whose copies are over.
+
+        Call it when `fileno` is readable, and every few ms while some are open.
+        """
 
     @property
     def has_open_tickets(self) -> bool:
@@ -168,7 +181,8 @@ class HostMover(Mover):
     """Copies of main memory by the compiled loops. Each ticket has ended when the call returns.
 
     Args:
-        buffer_bytes: Size of the buffers that are kept for the next slice. Larger ones can be taken, and are not kept.
+        buffer_bytes: Size of the buffers that are kept for the next slice. Larger ones can be taken, and are
+            not kept.
     """
 
     kind = "host"
@@ -197,7 +211,10 @@ _DONE.end(None)
 
 
 class _Heap(Ring):
-    """Ordinary memory without a limit. Buffers are used again because new memory costs more than the copy into it."""
+    """Ordinary memory without a limit.
+
+    Buffers are used again because new memory costs more than the copy into it.
+    """
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes

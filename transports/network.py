@@ -1,4 +1,6 @@
-"""What transports to other hosts have in common: options, addresses, listening, and connecting to a host by its name."""
+"""What transports to other hosts have in common: options, addresses, listening, and connecting to a host by
+its name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from .outside import outside, typed
 from .serving import HandshakeOptions
 from .streams import FrameSocket, Poller, StreamBackend
 
-#: Lookups that run at a time. Python cannot end one, so a resolver that does not answer blocks up to this many threads.
+#: Lookups that run at a time. Python cannot end one, so a resolver that does not answer blocks up to this
+#: many threads.
 _MAX_THREADS = 4
 
 _BACKLOG = 128
@@ -95,7 +98,10 @@ def malformed_address(text: str, scheme: str) -> ConfigurationError:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether traffic to `host` never leaves this machine. The only name that counts is `localhost`."""
+    """Return whether traffic to `host` never leaves this machine.
+
+    The only name that counts is `localhost`.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -103,7 +109,9 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_port_range(text: str) -> range:
-    """Return the ports that `"low-high"` names; none if it is malformed, or the first one is higher than the last."""
+    """Return the ports that `"low-high"` names; none if it is malformed, or the first one is higher than the
+    last.
+    """
     low, _, high = text.partition("-")
     if not all(port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536 for port in (low, high)):
         return range(0)
@@ -121,18 +129,18 @@ class NetworkOptions(HandshakeOptions):
         bind_host: Host name or IP address to listen on.
         port: Port to listen on; 0 lets the system choose.
         port_range: `"low-high"`: listen on the first free port of these; instead of `port`.
-        advertise_host: The host that peers connect to. It is required when `bind_host` is a wildcard, and chooses the NIC
-            on a machine with several.
-        allow_plaintext: Talk to other machines without encryption. Any process that reaches the port can then read the
-            pool, so use it only on a network where there are only nodes. `tcp` needs `tls="off"` as well, and `zeromq`
-            `curve="off"`.
-        slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`. With `tcp` and
-            `zeromq` shorter regions share a message of about this size.
-        window_slices: Maximum slices in flight from one peer. Half of them should be what the link carries in a round
-            trip; fewer slices stay in the processor's cache.
+        advertise_host: The host that peers connect to. It is required when `bind_host` is a wildcard, and
+            chooses the NIC on a machine with several.
+        allow_plaintext: Talk to other machines without encryption. Any process that reaches the port can then
+            read the pool, so use it only on a network where there are only nodes. `tcp` needs `tls="off"` as
+            well, and `zeromq` `curve="off"`.
+        slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`. With
+            `tcp` and `zeromq` shorter regions share a message of about this size.
+        window_slices: Maximum slices in flight from one peer. Half of them should be what the link carries in
+            a round trip; fewer slices stay in the processor's cache.
         peer_timeout_s: A peer that is silent for longer is lost.
-        staging_bytes: For a pool on a GPU: pinned main memory per direction, through which its slices pass. It must hold
-            two slices of `slice_bytes`; twice the bytes of a window keep the wire busy.
+        staging_bytes: For a pool on a GPU: pinned main memory per direction, through which its slices pass.
+            It must hold two slices of `slice_bytes`; twice the bytes of a window keep the wire busy.
     """
 
     MAX_SLICE_BYTES: ClassVar[int]
@@ -184,16 +192,20 @@ class NetworkOptions(HandshakeOptions):
         return found
 
     def ports_of(self, address: HostPort | None) -> tuple[str, range]:
-        """Return the host to listen on and the ports to try: those of an address, or without one those of the options."""
+        """Return the host to listen on and the ports to try: those of an address, or without one those of the
+        options.
+        """
         if address is None:
             return self.bind_host, self.ports()
         return address.host, range(address.port, address.port + 1)
 
     def listen(self, host: str, ports: range) -> tuple[socket.socket, HostPort]:
-        """Listen on the first of `ports` that is free; return the socket, and where peers connect to reach it.
+        """Listen on the first of `ports` that is free; return the socket, and where peers connect to reach
+        it.
 
         Raises:
-            ConfigurationError: see `listen_on`; or `advertise_host` is not set, and the socket is on every interface.
+            ConfigurationError: see `listen_on`; or `advertise_host` is not set, and the socket is on every
+                interface.
         """
         listener = listen_on(host, ports)
         bound_host, port = listener.getsockname()[:2]
@@ -213,10 +225,10 @@ class PlaintextOptions(NetworkOptions):
     """Options of the transports that use UCX, and can neither encrypt nor authenticate.
 
     Attributes:
-        tls: UCX transports to choose from, as in `UCX_TLS`. Empty means all; with `nixl`, that variable if it is set.
-            `ucx` never uses shared memory: UCX cannot survive a peer's death over it.
-        net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
-            `allow_plaintext`; with `nixl`, that variable if it is set.
+        tls: UCX transports to choose from, as in `UCX_TLS`. Empty means all; with `nixl`, that variable if it
+            is set. `ucx` never uses shared memory: UCX cannot survive a peer's death over it.
+        net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone
+            unless `allow_plaintext`; with `nixl`, that variable if it is set.
     """
 
     scheme: ClassVar[str]
@@ -292,7 +304,9 @@ class Found:
         return str(self.sockaddr[0])
 
     def dial(self) -> socket.socket:
-        """Begin to connect, and return the non-blocking socket. If nothing listens there, the first `recv` says so.
+        """Begin to connect, and return the non-blocking socket.
+
+        If nothing listens there, the first `recv` says so.
 
         Raises:
             PeerLostError: the host cannot be reached from here.
@@ -316,7 +330,8 @@ class Lookups(Generic[C]):
     The peers' table watches the deadlines: a peer whose lookup takes too long is lost like any other.
 
     Args:
-        dial: Called in the owner's thread with a peer and the address of its host. Whatever it raises ends the peer.
+        dial: Called in the owner's thread with a peer and the address of its host. Whatever it raises ends
+            the peer.
     """
 
     def __init__(self, peers: PeerTable[C], poller: Poller, dial: Callable[[Peer[C], Found], None]) -> None:
@@ -354,7 +369,10 @@ class Lookups(Generic[C]):
                 self._waiting = deque(entry for entry in self._waiting if entry[0] != peer.peer_id)
 
     def timeout_error(self, peer: Peer[C]) -> KVTransferError | None:
-        """Make the error of a peer whose host was not found in time; None if it was. For `Backend.handshake_error`."""
+        """Make the error of a peer whose host was not found in time; None if it was.
+
+        For `Backend.handshake_error`.
+        """
         if peer.peer_id not in self._hosts:
             return None
         return PeerLostError(
@@ -414,7 +432,10 @@ def _resolved(where: HostPort, flags: int = 0) -> Found | KVTransferError:
 
 
 class HostStreamBackend(StreamBackend[C]):
-    """A `StreamBackend` that looks up the hosts that it connects to. A subclass calls `look_up` in `connect`."""
+    """A `StreamBackend` that looks up the hosts that it connects to.
+
+    A subclass calls `look_up` in `connect`.
+    """
 
     def __init__(self, peers: PeerTable[C]) -> None:
         super().__init__(peers)

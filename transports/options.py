@@ -1,7 +1,7 @@
 """Options: a mapping that a user wrote becomes a frozen dataclass, or an error that names the key.
 
-A field with the metadata `INTERNAL` is no option: no user could choose its value without a profiler. A test sets it in the
-dataclass itself.
+A field with the metadata `INTERNAL` is no option: no user could choose its value without a profiler. A test
+sets it in the dataclass itself.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def from_mapping(cls: type[Options], mapping: object, noun: str, place: str = ""
         place: Where it stands, in an error message, e.g. `" of transport 'shm'"`.
 
     Raises:
-        ConfigurationError: `mapping` is no mapping; a key is not among `option_names`, or a required one is missing; or
-            what `cls` itself refuses.
+        ConfigurationError: `mapping` is no mapping; a key is not among `option_names`, or a required one is
+            missing; or what `cls` itself refuses.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigurationError(f"the {noun}s{place} must be a mapping, got {shown(mapping)}", value=mapping)
@@ -78,7 +78,9 @@ def require_valid(options: object) -> None:
 
 
 def unknown_key(what: str, name: str, known: Iterable[str], *, key: str, value: object) -> ConfigurationError:
-    """Make the error about an unknown name. Its message ends with the known names, the most similar one first.
+    """Make the error about an unknown name.
+
+    Its message ends with the known names, the most similar one first.
 
     Args:
         what: What failed, e.g. `"unknown connector option 'leas_s'"`.

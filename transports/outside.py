@@ -1,8 +1,9 @@
 """Turning errors of the outside (sockets, libraries, files) into errors of our own tree.
 
-A library may raise anything. An exception of a type that no caller expects would end the thread that owns the transport,
-and with it all peers. An error of our own tree ends only the call or the peer that caused it. Those that a call documents
-(`outside`) are answers; all others are bugs, which are logged with their traceback (`undocumented`, `survived`).
+A library may raise anything. An exception of a type that no caller expects would end the thread that owns the
+transport, and with it all peers. An error of our own tree ends only the call or the peer that caused it.
+Those that a call documents (`outside`) are answers; all others are bugs, which are logged with their
+traceback (`undocumented`, `survived`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def typed(
 
     Args:
         what: What failed, for the message.
-        kind: Type of the result. If descriptors ran out, it is a `BackpressureError` that names the remedy instead.
+        kind: Type of the result. If descriptors ran out, it is a `BackpressureError` that names the remedy
+            instead.
         limit: Another limit that the library reports with the same errno, for the message.
     """
     if isinstance(error, KVTransferError):
@@ -38,7 +40,8 @@ def typed(
 
 
 def _text(error: Exception, what: str) -> str:
-    # The messages of OSError and ZMQError name the errno. Of other errors, the type often says more than the message.
+    # The messages of OSError and ZMQError name the errno. Of other errors, the type often says more than the
+    # message.
     return f"{what}: {error}" if hasattr(error, "errno") else f"{what}: {error!r}"
 
 
@@ -58,7 +61,9 @@ def outside(what: str, kind: type[KVTransferError] = TransportError) -> Iterator
 
 
 def unexpected(error: Exception, what: str, log: LimitedLog) -> KVTransferError:
-    """Turn an exception that no call documents into an `UnexpectedError`, and log it; return one of ours unchanged."""
+    """Turn an exception that no call documents into an `UnexpectedError`, and log it; return one of ours
+    unchanged.
+    """
     if isinstance(error, KVTransferError):
         return error
     log_traceback(error, what, log)
@@ -83,7 +88,9 @@ def undocumented(what: str, log: LimitedLog) -> Iterator[None]:
 
 @contextmanager
 def survived(what: str, log: LimitedLog) -> Iterator[None]:
-    """Log whatever the body raises, and continue: nothing depends on it, or the next step of a clean-up must come."""
+    """Log whatever the body raises, and continue: nothing depends on it, or the next step of a clean-up must
+    come.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, nothing depends on it
@@ -91,7 +98,9 @@ def survived(what: str, log: LimitedLog) -> Iterator[None]:
 
 
 def bug_log(logger: logging.Logger) -> LimitedLog:
-    """Make a log for exceptions that could repeat for ever: one of a kind per minute is logged, and the others are counted."""
+    """Make a log for exceptions that could repeat for ever: one of a kind per minute is logged, and the
+    others are counted.
+    """
     return LimitedLog(logger, max_lines=1, interval_s=60.0)
 
 

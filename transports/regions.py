@@ -26,7 +26,10 @@ AddressArray = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Segment:
-    """`num_bytes` bytes at a virtual address of this process. If `kind` is `"cuda"`, only a GPU can access them."""
+    """`num_bytes` bytes at a virtual address of this process.
+
+    If `kind` is `"cuda"`, only a GPU can access them.
+    """
 
     address: int
     num_bytes: int
@@ -37,8 +40,9 @@ class Segment:
 class Guard:
     """A word of the peer's guard table that must hold `value` after the bytes were copied.
 
-    The owner of the memory clears the word before it gives the memory another meaning. So if the word still holds
-    `value` after the copy, the copied bytes are those that were promised. The owner uses no value twice for one word.
+    The owner of the memory clears the word before it gives the memory another meaning. So if the word still
+    holds `value` after the copy, the copied bytes are those that were promised. The owner uses no value twice
+    for one word.
     """
 
     index: int
@@ -72,7 +76,9 @@ class Pool:
         return int(self._starts[index])
 
     def segment_indices(self, offsets: Int64Array) -> npt.NDArray[np.intp]:
-        """Return the index of the segment at each offset, shape `(num_regions,)`; past the last one if there is none."""
+        """Return the index of the segment at each offset, shape `(num_regions,)`; past the last one if there
+        is none.
+        """
         return self._ends.searchsorted(offsets, side="right")
 
     def addresses(self, offsets: Int64Array, num_bytes: Int64Array) -> AddressArray:
@@ -95,7 +101,8 @@ class Extents:
     """A set of bytes of a pool, kept as runs that neither touch nor overlap.
 
     Args:
-        starts: Offset of the first byte of each run, shape `(num_runs,)`. Runs may touch and overlap, in any order.
+        starts: Offset of the first byte of each run, shape `(num_runs,)`. Runs may touch and overlap, in any
+            order.
         ends: Offset after its last byte, likewise.
     """
 
@@ -109,7 +116,10 @@ class Extents:
         self._ends = ends[np.append(np.flatnonzero(firsts)[1:] - 1, len(ends) - 1)] if len(ends) else ends
 
     def cover(self, offsets: Int64Array, lengths: Int64Array) -> bool:
-        """Return whether regions lie in it, each of them in one run. Offset plus length must be less than 2**63."""
+        """Return whether regions lie in it, each of them in one run.
+
+        Offset plus length must be less than 2**63.
+        """
         if not len(self._starts):
             return not len(offsets)
         runs = self._starts.searchsorted(offsets, side="right") - 1
@@ -120,8 +130,8 @@ class RegionPairs:
     """Which remote regions a read copies into which local ones.
 
     Attributes:
-        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. The local regions of one read do
-            not overlap.
+        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. The local regions of
+            one read do not overlap.
     """
 
     def __init__(self, table: Int64Array) -> None:

@@ -1,7 +1,7 @@
 """Finding a transport by its scheme. A transport is imported at its first use.
 
-A third-party transport is an entry point in the group `kvferry.transports` whose name is the scheme, or a program passes it
-to `register_transport`.
+A third-party transport is an entry point in the group `kvferry.transports` whose name is the scheme, or a
+program passes it to `register_transport`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BuiltIn:
     remedy: str = "install what it needs"
 
 
-#: The built-in transports by scheme. Connectors, their names and the tests derive from this table, which works in a source
-#: tree that was never installed.
+#: The built-in transports by scheme. Connectors, their names and the tests derive from this table, which
+#: works in a source tree that was never installed.
 BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
     {
         "auto": BuiltIn("auto:AutoTransport"),
@@ -103,7 +103,8 @@ def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
 
 
 def check_options(scheme: str, options: Mapping[str, object]) -> None:
-    """Refuse options that the transport named `scheme` would refuse, as far as this is known before it is created.
+    """Refuse options that the transport named `scheme` would refuse, as far as this is known before it is
+    created.
 
     Raises: as `create_transport` does.
     """

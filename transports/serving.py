@@ -1,8 +1,9 @@
-"""What a process serves to its peers, and what it knows of what they serve: checks, encodings, and `HostTransport`.
+"""What a process serves to its peers, and what it knows of what they serve: checks, encodings, and
+`HostTransport`.
 
 The owner of memory checks each request with `ServedPool.locate`, and the reader each read with
-`RegisteredPool.require_read`. The two checks are the same, but only the first one protects the owner: a peer that
-does not check sends what it likes.
+`RegisteredPool.require_read`. The two checks are the same, but only the first one protects the owner: a peer
+that does not check sends what it likes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .regions import AddressArray, Guard, Int64Array, Pool, Segment
 _MAX_SEGMENTS: Final = 65536
 _MAX_POOL_BYTES: Final = 1 << 60
 
-#: What every node serves in one slice: twice the lowest `slice_bytes`. A peer that states less would make us cut a read
-#: into millions of slices.
+#: What every node serves in one slice: twice the lowest `slice_bytes`. A peer that states less would make us
+#: cut a read into millions of slices.
 _MIN_SLICE_BYTES: Final = 128 << 10
 
 #: The most bytes of encoded segment sizes, for limits of frames.
@@ -100,7 +101,8 @@ class ServedPool(RegisteredPool):
     mover: Mover
 
     def max_slice_bytes(self, limits: SliceLimits, most: int) -> int:
-        """Return the most bytes that are served per slice; our hello states it, and the peer's slices keep to it.
+        """Return the most bytes that are served per slice; our hello states it, and the peer's slices keep to
+        it.
 
         A staging buffer holds one slice of ours, and those of a peer may be larger.
 
@@ -117,8 +119,8 @@ class ServedPool(RegisteredPool):
             rows: `(num_rows, 2)`: offset, number of bytes.
 
         Raises:
-            ProtocolError: a region is outside the pool, or the guard outside the table; or the guard holds, and the region
-                is not what it was set for.
+            ProtocolError: a region is outside the pool, or the guard outside the table; or the guard holds,
+                and the region is not what it was set for.
         """
         try:
             require_guard(guard, self.guards.num_guards)
@@ -180,7 +182,8 @@ def decode_max_slice_bytes(max_slice_bytes: int, most: int) -> int:
     """Check the most bytes per slice that a peer's hello states, and return them.
 
     Raises:
-        ProtocolError: the protocol has a lower limit, or reads would be cut into more slices than any node needs.
+        ProtocolError: the protocol has a lower limit, or reads would be cut into more slices than any node
+            needs.
     """
     if not _MIN_SLICE_BYTES <= max_slice_bytes <= most:
         raise ProtocolError(
@@ -222,10 +225,13 @@ def encode_rows(rows: Int64Array) -> bytes:
 
 
 def decode_rows(data: bytes, *, max_rows: int, max_bytes: int) -> Int64Array:
-    """Decode the regions that a peer asks for, shape `(num_rows, 2)`. Their offsets are not checked: see `locate`.
+    """Decode the regions that a peer asks for, shape `(num_rows, 2)`.
+
+    Their offsets are not checked: see `locate`.
 
     Raises:
-        ProtocolError: there are more than `max_rows`, or one has no bytes, or all together more than `max_bytes`.
+        ProtocolError: there are more than `max_rows`, or one has no bytes, or all together more than
+            `max_bytes`.
     """
     if len(data) % ROW_BYTES or len(data) > ROW_BYTES * max_rows:
         raise ProtocolError(
@@ -248,7 +254,8 @@ class EndpointOptions:
 
     Attributes:
         num_guards: Words in the guard table.
-        max_queued_bytes: Maximum bytes of messages to one peer that wait to be sent, or taken; `send` refuses more.
+        max_queued_bytes: Maximum bytes of messages to one peer that wait to be sent, or taken; `send` refuses
+            more.
 
     Raises:
         ConfigurationError: an option is of another type or out of bounds.
@@ -267,8 +274,8 @@ class HandshakeOptions(EndpointOptions):
 
     Attributes:
         handshake_timeout_s: Seconds an incoming connection has to complete the handshake.
-        max_connecting: Maximum handshakes at a time, in each direction. `start_connect` refuses more. Of incoming
-            connections, the one that has been silent longest is dropped.
+        max_connecting: Maximum handshakes at a time, in each direction. `start_connect` refuses more. Of
+            incoming connections, the one that has been silent longest is dropped.
     """
 
     handshake_timeout_s: Annotated[float, seconds(0.1, 3600)] = 5.0
@@ -282,9 +289,9 @@ class HandshakeOptions(EndpointOptions):
 class HostTransport(PeerTransport):
     """A transport whose bytes and guards pass through this process's main memory.
 
-    A subclass sets `scheme` and `options_type`, a kind of `EndpointOptions`, and makes a backend. It serves main memory,
-    and GPUs too if it overrides `make_mover`. A transport that maps or registers memory allocates its own instead, and
-    derives from `PeerTransport`.
+    A subclass sets `scheme` and `options_type`, a kind of `EndpointOptions`, and makes a backend. It serves
+    main memory, and GPUs too if it overrides `make_mover`. A transport that maps or registers memory
+    allocates its own instead, and derives from `PeerTransport`.
 
     Args:
         options: The options of `options_type`.

@@ -3,8 +3,8 @@
 `StreamBackend` is a `Backend` for them: it accepts, waits, receives and sends. A subclass connects, handles
 frames and moves the bytes of reads. `FrameSocket` is one connection, and `Poller` waits for all of them.
 
-A frame is `length: u32, kind: u8`, then `length` bytes; little-endian. The last eight of these are the sum of all bytes
-before them (`sums`), except over connections within one machine.
+A frame is `length: u32, kind: u8`, then `length` bytes; little-endian. The last eight of these are the sum of
+all bytes before them (`sums`), except over connections within one machine.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from .sums import SUM_BYTES, require_sum, sum_of
 
 logger = logging.getLogger(__name__)
 
-#: What one call of `recv` takes. Python allocates it in full before each call, even for a frame of five bytes, and the C
-#: library maps anything larger than 128 KiB anew each time, which takes longer than the call itself.
+#: What one call of `recv` takes. Python allocates it in full before each call, even for a frame of five
+#: bytes, and the C library maps anything larger than 128 KiB anew each time, which takes longer than the call
+#: itself.
 RECEIVE_BYTES = 64 << 10
 
-#: Bytes which show that the peer lives although they complete no frame: less than one packet of a large frame, and more
-#: than a ping. If a length was damaged on its way, the frame swallows all that follows. Its pings must not keep such a
-#: connection, over which nothing else would ever arrive.
+#: Bytes which show that the peer lives although they complete no frame: less than one packet of a large
+#: frame, and more than a ping. If a length was damaged on its way, the frame swallows all that follows. Its
+#: pings must not keep such a connection, over which nothing else would ever arrive.
 SIGN_OF_LIFE_BYTES = 512
 
 #: System calls per `receive`, so that one peer cannot keep the loop to itself.
@@ -62,7 +63,8 @@ _MAX_ACCEPTED = 64
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-#: How often per timeout a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
+#: How often per timeout a node pings its quiet peers. Idle peers cost nothing else, so this is what they
+#: cost.
 _TICKS = 3
 
 #: The most bytes of a refusal, for limits of frames.
@@ -169,10 +171,12 @@ def encode_frame(kind: int, body: bytes, *, has_sum: bool = True) -> bytes:
 
 
 def require_length(limits: Mapping[int, int], kind: int, num_bytes: int, *, has_sum: bool = True) -> None:
-    """Check the head of a frame, before its body is awaited: a peer must not be able to make us buffer any number of bytes.
+    """Check the head of a frame, before its body is awaited: a peer must not be able to make us buffer any
+    number of bytes.
 
     Raises:
-        ProtocolError: it is of an unknown kind, or longer than its kind allows. The stream cannot be used any more.
+        ProtocolError: it is of an unknown kind, or longer than its kind allows. The stream cannot be used any
+            more.
     """
     if kind not in limits or num_bytes > limits[kind] + (SUM_BYTES if has_sum else 0):
         raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
@@ -192,7 +196,8 @@ def decode_frame(decoders: Mapping[int, Callable[[bytes], T]], kind: int, body: 
     """Decode a frame from a peer, by the decoder of its kind.
 
     Raises:
-        ProtocolError: it is malformed or out of place. Nothing that the same peer sends after it can be trusted.
+        ProtocolError: it is malformed or out of place. Nothing that the same peer sends after it can be
+            trusted.
         VersionMismatchError: it is the hello of another version of the protocol.
     """
     if kind not in decoders:
@@ -206,7 +211,8 @@ def decode_frame(decoders: Mapping[int, Callable[[bytes], T]], kind: int, body: 
 def encode_preface(magic: bytes, version: int) -> bytes:
     """Return how a hello begins: the magic, and the version as u32.
 
-    Every version can read as much of every other, so the frame of a hello, and its sum, are the same in all of them.
+    Every version can read as much of every other, so the frame of a hello, and its sum, are the same in all
+    of them.
     """
     return magic + _VERSION.pack(version)
 
@@ -357,7 +363,9 @@ class FrameSocket:
             del self._unsent[:sent]
 
     def give_up(self, error: Exception) -> None:
-        """Make the next `receive` report that the peer is lost; at this point the caller cannot handle that."""
+        """Make the next `receive` report that the peer is lost; at this point the caller cannot
+        handle that.
+        """
         self._is_writable = False
         self._reason = f"cannot send to the peer: {error!r}"
         self._unsent.clear()
@@ -406,8 +414,8 @@ class FrameSocket:
 class Acceptor:
     """Passes every connection to a listening socket to `take`.
 
-    When we are out of file descriptors the kernel keeps reporting the pending connection. Stop polling the listener for
-    a while; the peer stays in the backlog.
+    When we are out of file descriptors the kernel keeps reporting the pending connection. Stop polling the
+    listener for a while; the peer stays in the backlog.
 
     Args:
         listener: It is closed by `close`.
@@ -464,11 +472,11 @@ class Acceptor:
 class StreamBackend(Backend[C]):
     """A backend whose peers are stream sockets that carry frames.
 
-    A subclass calls `accept_from` in `listen`, and `begin` when it has connected. It implements `stream_of`, `on_frame`
-    and what `Backend` requires about connecting, reads and `stop_serving`.
+    A subclass calls `accept_from` in `listen`, and `begin` when it has connected. It implements `stream_of`,
+    `on_frame` and what `Backend` requires about connecting, reads and `stop_serving`.
 
-    The subclass sets the kinds of the frames that mean the same in every protocol. If it has no pings or no refusals, it
-    leaves those.
+    The subclass sets the kinds of the frames that mean the same in every protocol. If it has no pings or no
+    refusals, it leaves those.
 
     Attributes:
         message_kind: Holds a control message.
@@ -506,7 +514,9 @@ class StreamBackend(Backend[C]):
         return () if stream is None else (stream,)
 
     def on_tick(self, peer: Peer[C], missed_s: float) -> None:
-        """Do something more for a connected peer when `KeepAlive` looks at it. Whatever it raises ends the peer.
+        """Do something more for a connected peer when `KeepAlive` looks at it.
+
+        Whatever it raises ends the peer.
 
         Args:
             missed_s: For this long the node itself did not look, so no peer was silent.
@@ -536,7 +546,9 @@ class StreamBackend(Backend[C]):
         self.watch(peer, self.stream(peer))
 
     def watch(self, peer: Peer[C], stream: FrameSocket) -> None:
-        """Handle what comes from a socket of a peer; for a second one, because `begin` does so for the first."""
+        """Handle what comes from a socket of a peer; for a second one, because `begin` does so for
+        the first.
+        """
         awaits_room = stream.num_unsent > 0
         self.poller.watch(stream, partial(self._serve, peer, stream), writes=awaits_room)
         stream.awaits_room = awaits_room
@@ -557,7 +569,10 @@ class StreamBackend(Backend[C]):
             stream.send(stream.frame(self.refused_kind, str(error).encode()[:MAX_REASON_BYTES]))
 
     def watch_room(self, peer: Peer[C], stream: FrameSocket) -> None:
-        """Have the poller report room to send for as long as something waits for it. If it reported room always, the loop would spin."""
+        """Have the poller report room to send for as long as something waits for it.
+
+        If it reported room always, the loop would spin.
+        """
         if stream.awaits_room is not None and stream.awaits_room != (stream.num_unsent > 0):
             self.watch(peer, stream)
 
@@ -646,7 +661,9 @@ class PollableEndpoint(PeerEndpoint[C]):
     _backend: StreamBackend[C]
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `wait_events` has something to do about sockets and copies."""
+        """Return a descriptor that is readable while `wait_events` has something to do about sockets and
+        copies.
+        """
         return self._backend.fileno()
 
     def next_deadline(self) -> float:
@@ -691,8 +708,8 @@ class KeepAlive(Generic[C]):
     def _look_at(self, peer: Peer[C], stream: FrameSocket, now: float) -> None:
         if now - stream.last_heard > self._timeout_s:
             raise PeerLostError(f"the peer was silent for {self._timeout_s:g} s")
-        # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for longer
-        # than half of the timeout.
+        # After half an interval, because the next chance is a whole one later: so a peer never hears nothing
+        # for longer than half of the timeout.
         if now - stream.last_said >= self._interval_s / 2 and not stream.num_unsent:
             stream.send(stream.frame(self._ping_kind))
             self._backend.watch_room(peer, stream)

@@ -1,9 +1,10 @@
-"""The sum at the end of what two nodes tell each other, except the bytes of pools, which have checksums of their own.
+"""The sum at the end of what two nodes tell each other, except the bytes of pools, which have checksums of
+their own.
 
-TCP's own sum has 16 bits, and every device that rewrites a segment computes it anew. So now and then a changed bit
-arrives, and in a grant it is another block's number: the wrong cache under a guard that holds. A sum is no
-authentication: a peer that lies can compute it. It is there on encrypted connections too, because it costs less than a
-second format.
+TCP's own sum has 16 bits, and every device that rewrites a segment computes it anew. So now and then a
+changed bit arrives, and in a grant it is another block's number: the wrong cache under a guard that holds. A
+sum is no authentication: a peer that lies can compute it. It is there on encrypted connections too, because
+it costs less than a second format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""TLS files: load certificates, keys and CAs with errors that name the option, and notice when a file has changed.
+"""TLS files: load certificates, keys and CAs with errors that name the option, and notice when a file has
+changed.
 
-A file's option is written in messages exactly as its user writes it: `tls_cert` for a transport, `--ssl-certfile` for a server.
+A file's option is written in messages exactly as its user writes it: `tls_cert` for a transport,
+`--ssl-certfile` for a server.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def load_chain(
     """Let a context show the certificate in one file, with the key in another.
 
     Raises:
-        ConfigurationError: a file is malformed, OpenSSL does not want the certificate, or the key is not the certificate's.
+        ConfigurationError: a file is malformed, OpenSSL does not want the certificate, or the key is not the
+            certificate's.
     """
     try:
         # A password would be asked for on the terminal, where no one answers.
@@ -90,8 +93,8 @@ def _chain_error(
             key=key_option,
             value=key_path,
         )
-    # OpenSSL does not say which of the two files it could not use. As a file of trusted certificates, the certificate
-    # is read without its key.
+    # OpenSSL does not say which of the two files it could not use. As a file of trusted certificates, the
+    # certificate is read without its key.
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=cert_path)
     except (OSError, ssl.SSLError) as certificate_error:

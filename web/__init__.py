@@ -1,4 +1,5 @@
-"""What the router and the reference node share as HTTP servers: access, limits, errors, logs, traces, start and end.
+"""What the router and the reference node share as HTTP servers: access, limits, errors, logs, traces, start
+and end.
 
 It needs the extra `kvferry[router]`.
 """

@@ -1,7 +1,8 @@
 """API keys and TLS: which clients a server admits, and which servers a client trusts.
 
-Keys and files are read again when a file changes, at the next request or connection, so that they can be replaced without a
-restart. If a changed file cannot be used, what was loaded last stays in use, and the log has a warning.
+Keys and files are read again when a file changes, at the next request or connection, so that they can be
+replaced without a restart. If a changed file cannot be used, what was loaded last stays in use, and the log
+has a warning.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ API_KEY_VARIABLE = "KVFERRY_API_KEY"
 ADMIN_KEY_VARIABLE = "KVFERRY_ADMIN_API_KEY"
 NODE_KEY_VARIABLE = "KVFERRY_NODE_API_KEY"
 
-#: Paths that need no key, as with vLLM: probes and scrapers have none. The router's page, `/`, has no figures of its own and
-#: asks for the key. Routes are compared as they were declared.
+#: Paths that need no key, as with vLLM: probes and scrapers have none. The router's page, `/`, has no figures
+#: of its own and asks for the key. Routes are compared as they were declared.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 #: Whether a request, also one to an open path, has one of the server's keys, or needs none.
@@ -58,8 +59,8 @@ class ApiKeys:
         file_option, file: An option that names a file with more keys, and the file; empty if there is none.
 
     Raises:
-        ConfigurationError: A key cannot be sent in a header, or the file cannot be read or has no key. No key is part of the
-            message.
+        ConfigurationError: A key cannot be sent in a header, or the file cannot be read or has no key. No key
+            is part of the message.
     """
 
     def __init__(self, keys: Iterable[tuple[str, str]] = (), file_option: str = "", file: str = "") -> None:
@@ -187,13 +188,16 @@ def has_key(request: web.Request, keys: ApiKeys) -> bool:
 
 
 def require_own_name(access: Access, *, is_loopback_only: bool) -> Middleware:
-    """Return a middleware that answers 400 to a malformed `Host`, and without keys 403 to pages of other origins.
+    """Return a middleware that answers 400 to a malformed `Host`, and without keys 403 to pages of other
+    origins.
 
-    Without a key any website could use a server of its visitor. Its page reaches loopback by the server's address, and then the browser
-    says its origin. Or it reaches it by a name of its own that leads there (DNS rebinding), and then `Host` is that name.
+    Without a key any website could use a server of its visitor. Its page reaches loopback by the server's
+    address, and then the browser says its origin. Or it reaches it by a name of its own that leads there (DNS
+    rebinding), and then `Host` is that name.
 
     Args:
-        is_loopback_only: The server listens on loopback. Elsewhere it cannot know its names, and anyone can reach it anyway.
+        is_loopback_only: The server listens on loopback. Elsewhere it cannot know its names, and anyone can
+            reach it anyway.
     """
 
     @web.middleware
@@ -245,7 +249,9 @@ def _name_in(host: str) -> str | None:
 
 
 def _is_origin_of(origin: str, host: str) -> bool:
-    """Return whether a page of this origin came from the server that has this `Host`, or from a proxy before it."""
+    """Return whether a page of this origin came from the server that has this `Host`, or from a proxy before
+    it.
+    """
     scheme, _, authority = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)
     return port is not None and authority.removesuffix(port) == host.lower().removesuffix(port)
@@ -267,7 +273,8 @@ class ServerTls:
         client_ca: A file of CAs. If given, each client must show a certificate of one of them.
 
     Raises:
-        ConfigurationError: a file cannot be used, or the certificate has expired. The message names the option.
+        ConfigurationError: a file cannot be used, or the certificate has expired. The message names the
+            option.
     """
 
     def __init__(self, certificate: str, key: str, client_ca: str = "") -> None:
@@ -337,7 +344,8 @@ def _require_usable(server: ssl.SSLContext, path: str) -> None:
 class ClientTls:
     """The CAs that a client trusts, and the certificate that it shows.
 
-    Files that change apply to later connections. CAs that are removed from the file stay trusted until a restart.
+    Files that change apply to later connections. CAs that are removed from the file stay trusted until a
+    restart.
 
     Args:
         ca: A file of CAs. Empty: those of the system.
@@ -406,7 +414,10 @@ class NodeAccess:
 
     @property
     def ssl_context(self) -> ssl.SSLContext | bool:
-        """For the connections of the client session. True: as aiohttp does by itself, by the CAs of the system."""
+        """For the connections of the client session.
+
+        True: as aiohttp does by itself, by the CAs of the system.
+        """
         return True if self._tls is None else self._tls.context
 
     def refusal(self, url: URL) -> str:
@@ -492,7 +503,8 @@ class Access:
     Attributes:
         keys: The keys that it accepts. If there are none, it asks for no key.
         tls: Its certificate. None: plain HTTP.
-        names: Without keys, and on loopback: by which names it may be called besides those of loopback. None: by every name.
+        names: Without keys, and on loopback: by which names it may be called besides those of loopback. None:
+            by every name.
     """
 
     keys: ApiKeys = field(default_factory=ApiKeys)
@@ -558,7 +570,8 @@ def access_of(options: argparse.Namespace) -> Access:
     """Return what the options of `add_access_arguments` say.
 
     Raises:
-        ConfigurationError: A file or a key cannot be used, or the server would listen beyond loopback without TLS or a key.
+        ConfigurationError: A file or a key cannot be used, or the server would listen beyond loopback without
+            TLS or a key.
     """
     fixed = [("--api-key", key) for key in options.api_key]
     if key := os.environ.get(API_KEY_VARIABLE, ""):
@@ -581,7 +594,10 @@ def access_of(options: argparse.Namespace) -> Access:
 
 
 def server_tls_of(options: argparse.Namespace) -> ServerTls | None:
-    """Return the certificate that the options name. None if they name none. Raises ConfigurationError: see `ServerTls`."""
+    """Return the certificate that the options name.
+
+    None if they name none. Raises ConfigurationError: see `ServerTls`.
+    """
     certificate, key, client_ca = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
     if certificate:
         return ServerTls(certificate, key or certificate, client_ca)

@@ -1,4 +1,5 @@
-"""The admin endpoints: on a listener of their own, on loopback unless told otherwise, and with a key unless `--dev` lifts that.
+"""The admin endpoints: on a listener of their own, on loopback unless told otherwise, and with a key unless
+`--dev` lifts that.
 
 A program declares the options, makes an application with its routes, and serves it next to the public one:
 
@@ -133,7 +134,10 @@ def admin_application(routes: Iterable[web.RouteDef]) -> web.Application:
 
 @contextlib.asynccontextmanager
 async def serving_admin(app: web.Application, admin: Admin | None) -> AsyncIterator[None]:
-    """Serve the admin endpoints inside the block. Every path needs the key, if there is one. None: serve nothing."""
+    """Serve the admin endpoints inside the block.
+
+    Every path needs the key, if there is one. None: serve nothing.
+    """
     if admin is None:
         yield
         return

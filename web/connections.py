@@ -1,8 +1,8 @@
 """Limits on connections, on the time and size of a request's header, and on the number of requests.
 
-aiohttp closes a connection that was idle for `keepalive_timeout`. It limits neither the number of connections nor the time
-until the first header, and it limits the size of a header only line by line. So `LimitedRunner` wraps aiohttp's protocol of each
-connection. The limit on requests is for handlers to apply, with `slot_of`.
+aiohttp closes a connection that was idle for `keepalive_timeout`. It limits neither the number of connections
+nor the time until the first header, and it limits the size of a header only line by line. So `LimitedRunner`
+wraps aiohttp's protocol of each connection. The limit on requests is for handlers to apply, with `slot_of`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class ConnectionLimits:
     """Limits on the clients of a server.
 
     Attributes:
-        header_timeout_s: Seconds from the connection, or from the first byte of a later request, to the end of the header.
+        header_timeout_s: Seconds from the connection, or from the first byte of a later request, to the end
+            of the header.
         body_timeout_s: Seconds from the end of the header to the end of the body.
         max_connections: Connections served at a time.
         max_header_bytes: Largest header: the request line and all fields.
@@ -88,7 +89,10 @@ _LEAST = {
 
 
 class RequestGate:
-    """Lets a limited number of requests be answered at a time. More wait in order, and further ones are refused."""
+    """Lets a limited number of requests be answered at a time.
+
+    More wait in order, and further ones are refused.
+    """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
@@ -152,15 +156,16 @@ def _open_file_limit() -> int:
 class LimitedRunner(web.AppRunner):
     """Runs an application with limits on its connections and on the time of a header.
 
-    At `max_connections`, a new connection replaces the connection that has been idle for the longest. If none is idle, the new
-    connection is answered 503 and closed.
+    At `max_connections`, a new connection replaces the connection that has been idle for the longest. If none
+    is idle, the new connection is answered 503 and closed.
     """
 
     def __init__(self, app: web.Application, limits: ConnectionLimits, **settings: Any) -> None:
         app.middlewares.insert(0, _note_requests)
         super().__init__(app, **settings)
         self._admission = _Admission(limits)
-        #: asyncio accepts up to this many connections before it reports the first one, so they are not counted yet.
+        #: asyncio accepts up to this many connections before it reports the first one, so they are not
+        #: counted yet.
         self.accepted_at_once = min(128, max(8, limits.max_connections // 4))
 
     @property
@@ -331,7 +336,8 @@ class _Connection(asyncio.Protocol):
         self._timer = self._loop.call_at(due, self._header_is_late, due)
 
     def _header_is_late(self, due: float) -> None:
-        # If the loop was busy or the process was stopped, the header may have arrived unread. Do not blame the client.
+        # If the loop was busy or the process was stopped, the header may have arrived unread. Do not blame
+        # the client.
         if self._loop.time() - due > LATE_S:
             again = self._loop.time() + CATCH_UP_S
             self._timer = self._loop.call_at(again, self._header_is_late, again)
@@ -351,7 +357,8 @@ class _Connection(asyncio.Protocol):
         self._transport.write(answer)
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        # If we closed now, with unread bytes, the system would reset the connection and the client would lose the answer.
+        # If we closed now, with unread bytes, the system would reset the connection and the client would lose
+        # the answer.
         self._timer = self._loop.call_later(REFUSAL_S, self.abort)
 
     @staticmethod

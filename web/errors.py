@@ -27,8 +27,8 @@ _ANSWERED_STATUS: Any = (
 def note_answered(request: web.Request, status: int) -> None:
     """Note that a client has all of its answer, although the handler has not returned.
 
-    A client may close its connection as soon as it has read the end of a stream. This cancels the handler, or fails its next
-    write, and the request has been answered all the same.
+    A client may close its connection as soon as it has read the end of a stream. This cancels the handler, or
+    fails its next write, and the request has been answered all the same.
     """
     request[_ANSWERED_STATUS] = status
 

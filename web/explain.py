@@ -1,4 +1,6 @@
-"""What a router and the nodes tell about one request, and how people read it: `kvferry explain`, and the router's page."""
+"""What a router and the nodes tell about one request, and how people read it: `kvferry explain`, and the
+router's page.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _TIMEOUT_S: Final = 5.0
 _VLLM_TIMEOUT_S: Final = 30.0
 #: Characters of a bar that is as long as the request.
 _BAR: Final = 24
-#: What the router calls the parts of the time until the first token (`router/timelines.py`), and what people call them.
+#: What the router calls the parts of the time until the first token (`router/timelines.py`), and what people
+#: call them.
 _PARTS: Final = {
     "routing": "router",
     "queue": "queue",
@@ -60,8 +63,8 @@ class Question:
 
 
 T = TypeVar("T")
-#: Yields what to ask next. It is sent the text of the answer, or `NotToldError` is thrown into it. The command asks with
-#: the standard library, and the router with aiohttp.
+#: Yields what to ask next. It is sent the text of the answer, or `NotToldError` is thrown into it. The
+#: command asks with the standard library, and the router with aiohttp.
 Asking = Generator[Question, str, T]
 
 
@@ -95,7 +98,9 @@ def ask(request: str, url: str) -> Asking[Told]:
 
 
 def nodes_of_router(url: str) -> Asking[list[str]]:
-    """Return the URLs of a router's nodes; empty if the server is no router or does not answer, as the next request says."""
+    """Return the URLs of a router's nodes; empty if the server is no router or does not answer, as the next
+    request says.
+    """
     try:
         nodes = (yield from _json(Question(f"{url}/nodes")))["nodes"]
         return [str(node["url"]).rstrip("/") for node in nodes]
@@ -135,7 +140,10 @@ def _ask_vllm(request: str, url: str) -> Asking[Any]:
 
 
 def _admin_url(url: str) -> Asking[tuple[str, str]]:
-    """Return where a server's admin endpoints are, and what to add to an error. The given URL may be theirs already."""
+    """Return where a server's admin endpoints are, and what to add to an error.
+
+    The given URL may be theirs already.
+    """
     try:
         health = yield from _json(Question(f"{url}/health"))
     except NotToldError:
@@ -165,7 +173,9 @@ def _message_in(text: str) -> str:
 
 
 def tell(request: str, servers: Sequence[Told]) -> list[str]:
-    """The account for people: a summary per server, then all spans and their events in the order of their times."""
+    """The account for people: a summary per server, then all spans and their events in the order of their
+    times.
+    """
     lines = [f"request {request}"]
     for server in servers:
         summaries = [server.error] if server.error else [*filter(None, map(_summary, server.spans))]
@@ -239,9 +249,12 @@ class _Part:
     also: tuple[str, ...] = ()
 
     def split(self, spans: Sequence[SpanRecord]) -> list[_Part]:
-        """Return it in the parts that its node's spans tell apart. They have the same sum, also if the hosts' clocks differ."""
-        # A span may begin before this part: a decode node waits while the prompt is computed, which is another part. What no span
-        # explains, such as HTTP, stays with this part's own kind.
+        """Return it in the parts that its node's spans tell apart.
+
+        They have the same sum, also if the hosts' clocks differ.
+        """
+        # A span may begin before this part: a decode node waits while the prompt is computed, which is
+        # another part. What no span explains, such as HTTP, stays with this part's own kind.
         parts, end = [], self.at + self.seconds
         found = [(_KINDS[span.name], span) for span in spans if span.name in _KINDS]
         at = self.at

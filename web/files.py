@@ -12,7 +12,9 @@ MAX_BYTES: Final = 16 << 20
 
 
 def text_of(path: str | Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
-    """Return the text of a file. It is read at once and only so far, because a device such as `/dev/zero` has no end.
+    """Return the text of a file.
+
+    It is read at once and only so far, because a device such as `/dev/zero` has no end.
 
     Args:
         errors: What to do with bytes that are not UTF-8, as for `bytes.decode`.

@@ -29,10 +29,12 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     """Receive and parse a request's body.
 
     Raises:
-        ApiError: The body is not JSON by its type or is encoded (415), too large (413), too slow (408) or not a JSON object (400). The connection is
-            closed after the answer, and the rest of the body is not read.
+        ApiError: The body is not JSON by its type or is encoded (415), too large (413), too slow (408) or not
+            a JSON object (400). The connection is closed after the answer, and the rest of the body is not
+            read.
     """
-    # A page in a browser can send other types to any server. For this one it must ask first, and no server here allows it.
+    # A page in a browser can send other types to any server. For this one it must ask first, and no server
+    # here allows it.
     if request.content_type != "application/json":
         given = request.headers.get("Content-Type", "")
         raise _refusal(
@@ -83,8 +85,8 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     Raises:
         ApiError: It is not a JSON object (400).
     """
-    # A body may hold millions of small lists. The collector would scan them again and again, for seconds, and find no
-    # garbage.
+    # A body may hold millions of small lists. The collector would scan them again and again, for seconds, and
+    # find no garbage.
     gc.disable()
     try:
         body = json.loads(raw.decode("utf-8-sig"))
@@ -105,7 +107,10 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def _may_be_unwritable(raw: bytes) -> bool:
-    """Return whether a body must be looked through. Most need not be, and they may have millions of values."""
+    """Return whether a body must be looked through.
+
+    Most need not be, and they may have millions of values.
+    """
     return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _HALF_PAIR.search(raw) is not None
 
 
@@ -168,7 +173,10 @@ def object_of(payload: bytes) -> Mapping[str, Any]:
 
 
 def is_object(payload: bytes) -> bool:
-    """Return whether bytes are one JSON object to its end. One with too many values or levels is judged by its two ends."""
+    """Return whether bytes are one JSON object to its end.
+
+    One with too many values or levels is judged by its two ends.
+    """
     if not _has_too_many_values(payload):
         try:
             return isinstance(json.loads(payload), dict)

@@ -1,8 +1,8 @@
 """The link between a process and the launcher that started it.
 
-The process inherits one end of a socket pair; the variable KVFERRY_LAUNCHER_FD has its number. It writes one JSON object per line:
-`{"listening": PORT}`, then `{"ready": true}` or `{"failed": "why"}`. When the launcher's end closes, however the launcher
-ended, the process ends too.
+The process inherits one end of a socket pair; the variable KVFERRY_LAUNCHER_FD has its number. It writes one
+JSON object per line: `{"listening": PORT}`, then `{"ready": true}` or `{"failed": "why"}`. When the
+launcher's end closes, however the launcher ended, the process ends too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class NoLauncher:
 
 
 def open_link() -> Link:
-    """Return the link over the socket that the launcher named, or a link that does nothing if there is no launcher."""
+    """Return the link over the socket that the launcher named, or a link that does nothing if there is no
+    launcher.
+    """
     # Removed, because the socket is not inherited by processes that this one starts.
     fd = os.environ.pop(LAUNCHER_VARIABLE, "")
     return LauncherLink(int(fd)) if fd else NoLauncher()

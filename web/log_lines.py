@@ -13,7 +13,8 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 class LineFormatter(logging.Formatter):
     """Formats a record as one line, and a traceback as indented lines after it.
 
-    A message may quote a peer, a client or a server, so nothing in it moves a terminal's cursor or begins a line.
+    A message may quote a peer, a client or a server, so nothing in it moves a terminal's cursor or begins a
+    line.
 
     Args:
         program: What each line names.

@@ -37,7 +37,9 @@ def set_up_logging(level: str, name: str, log_format: LogFormat = "text") -> Non
 
 
 class _SdkFilter(logging.Filter):
-    """Limits what OpenTelemetry's SDK logs while no collector answers: a line per minute and kind, without tracebacks."""
+    """Limits what OpenTelemetry's SDK logs while no collector answers: a line per minute and kind, without
+    tracebacks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +59,9 @@ class _SdkFilter(logging.Filter):
 class JsonFormatter(logging.Formatter):
     """Formats each record as one JSON object on one line.
 
-    Its keys are `time` (RFC 3339, UTC), `level`, `program`, `logger` and `message`; `request_id` and `trace_id` if the
-    record is about a request, or was made while one was answered; and `exception`, a traceback.
+    Its keys are `time` (RFC 3339, UTC), `level`, `program`, `logger` and `message`; `request_id` and
+    `trace_id` if the record is about a request, or was made while one was answered; and `exception`, a
+    traceback.
     """
 
     def __init__(self, program: str) -> None:

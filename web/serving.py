@@ -159,7 +159,8 @@ def bind(host: str, port: int, option: str = "--port", *, is_shared: bool = Fals
 
     Args:
         option: The option that named the port, for errors.
-        is_shared: Other processes of this user may listen on the same port, if they ask for it as well (SO_REUSEPORT).
+        is_shared: Other processes of this user may listen on the same port, if they ask for it as well
+            (SO_REUSEPORT).
 
     Raises:
         StartupError: The port is in use, or the address is not one of this host.
@@ -190,8 +191,8 @@ def bind(host: str, port: int, option: str = "--port", *, is_shared: bool = Fals
 def steer_to_newest(listener: socket.socket) -> None:
     """Let the system give new connections to the second listener of a shared port, if there are two.
 
-    Otherwise it chooses by a hash, so the one that is about to close would lose those that arrive at that moment. If there is
-    one listener only, or the system cannot do this, nothing changes.
+    Otherwise it chooses by a hash, so the one that is about to close would lose those that arrive at that
+    moment. If there is one listener only, or the system cannot do this, nothing changes.
     """
     program = ctypes.create_string_buffer(_RETURN_1)
     with contextlib.suppress(OSError):
@@ -200,14 +201,17 @@ def steer_to_newest(listener: socket.socket) -> None:
         )
 
 
-#: Linux's name of an option that Python does not know: which listener gets a connection, as a program of BPF's classic form.
+#: Linux's name of an option that Python does not know: which listener gets a connection, as a program of
+#: BPF's classic form.
 SO_ATTACH_REUSEPORT_CBPF = 51
 #: `return 1`: listeners are numbered from 0 in the order in which they were opened.
 _RETURN_1 = struct.pack("=HBBI", 0x06, 0, 0, 1)
 
 
 def close_connections_while(app: web.Application, is_draining: Callable[[], bool]) -> None:
-    """Close each connection after its answer while `is_draining`, so that clients find another server for their next request."""
+    """Close each connection after its answer while `is_draining`, so that clients find another server for
+    their next request.
+    """
 
     async def close(request: web.Request, response: web.StreamResponse) -> None:
         if is_draining():
@@ -232,8 +236,8 @@ def add_drain_arguments(group: argparse._ArgumentGroup) -> None:
 class StopRequest:
     """Requests to stop this process.
 
-    The first SIGTERM or SIGINT, or `begin_drain`, sets `drain`. A second signal, or the end of the launcher, sets `drain` and
-    `now`. A third signal ends the process immediately.
+    The first SIGTERM or SIGINT, or `begin_drain`, sets `drain`. A second signal, or the end of the launcher,
+    sets `drain` and `now`. A third signal ends the process immediately.
     """
 
     def __init__(self, link: Link) -> None:
@@ -245,7 +249,10 @@ class StopRequest:
         link.watch(self.at_once)
 
     def begin_drain(self) -> None:
-        """Drain, as after a first signal. The signal that a service manager sends after its drain hook is still the first one."""
+        """Drain, as after a first signal.
+
+        The signal that a service manager sends after its drain hook is still the first one.
+        """
         self.drain.set()
 
     def at_once(self) -> None:
@@ -269,7 +276,9 @@ async def serving(
     access: Access | None = None,
     open_paths: frozenset[str] = OPEN_PATHS,
 ) -> AsyncIterator[asyncio.Server]:
-    """Serve `app` on `listener` inside the block, within `limits`. If a client disconnects, its handler is cancelled.
+    """Serve `app` on `listener` inside the block, within `limits`.
+
+    If a client disconnects, its handler is cancelled.
 
     Args:
         access: What clients must present. None: nothing, over plain HTTP.
@@ -345,8 +354,9 @@ def exit_status_of(program: str, run: Callable[[], None]) -> int:
 def _raise_open_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit, at most to `MOST_OPEN_FILES`.
 
-    The usual soft limit of 1,024 exists for programs that call `select()`. Ours do not, and need descriptors for each client and
-    peer. The transports leave the limit alone, because they cannot know what else their process does.
+    The usual soft limit of 1,024 exists for programs that call `select()`. Ours do not, and need descriptors
+    for each client and peer. The transports leave the limit alone, because they cannot know what else their
+    process does.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
@@ -383,6 +393,8 @@ def _give_up_unwritten() -> None:
 
 
 def leave_now(status: int) -> NoReturn:
-    """End the process without unwinding, because some steps, such as loading a model, cannot be interrupted."""
+    """End the process without unwinding, because some steps, such as loading a model, cannot be
+    interrupted.
+    """
     _give_up_unwritten()
     os._exit(status)

@@ -1,7 +1,7 @@
 """Server-sent events, framed in one place: bytes come in as they arrive, and go out as events.
 
-An event keeps the bytes that arrived, with the empty line that ends it, so that one that nothing changes passes byte for byte.
-Its content is parsed when it is asked for. Nothing here does I/O.
+An event keeps the bytes that arrived, with the empty line that ends it, so that one that nothing changes
+passes byte for byte. Its content is parsed when it is asked for. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Event:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Event:
-        """Write an event, as vLLM writes JSON. Half of a surrogate pair, which no model writes, cannot be encoded."""
+        """Write an event, as vLLM writes JSON.
+
+        Half of a surrogate pair, which no model writes, cannot be encoded.
+        """
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         return cls(b"data: " + text.encode(errors="replace") + b"\n\n")
 
@@ -92,7 +95,8 @@ class Splitter:
         Raises:
             EventTooLongError: The next event has more than `max_bytes`. What has arrived of it is dropped.
         """
-        # Search only what is new, because a large event arrives in many chunks. An end may have begun in the last two bytes.
+        # Search only what is new, because a large event arrives in many chunks. An end may have begun in the
+        # last two bytes.
         search_from, begin, events = max(0, len(self._rest) - 2), 0, []
         self._rest += chunk
         for end in _END.finditer(self._rest, search_from):

@@ -1,8 +1,10 @@
-"""Spans of HTTP requests, and where they are sent: to a collector, if OpenTelemetry's SDK is installed and told one.
+"""Spans of HTTP requests, and where they are sent: to a collector, if OpenTelemetry's SDK is installed and
+told one.
 
-`set_up_tracing` decides about the collector once per process; the spans themselves are made with or without one.
-The context of a trace comes and goes as W3C Trace Context: in HTTP headers, and as `traceparent` in `kv_transfer_params`
-for nodes that a proxy reaches without passing headers on. `kvferry.connector.p2p.trace` makes the spans of handoffs.
+`set_up_tracing` decides about the collector once per process; the spans themselves are made with or without
+one. The context of a trace comes and goes as W3C Trace Context: in HTTP headers, and as `traceparent` in
+`kv_transfer_params` for nodes that a proxy reaches without passing headers on. `kvferry.connector.p2p.trace`
+makes the spans of handoffs.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_tracing(endpoint: str, service: str) -> None:
-    """Send spans to a collector from now on. Does nothing if there is no endpoint, or if the process traces already.
+    """Send spans to a collector from now on.
+
+    Does nothing if there is no endpoint, or if the process traces already.
 
     Args:
-        endpoint: URL for traces in OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty takes the one of
-            OpenTelemetry's environment variables.
+        endpoint: URL for traces in OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty takes the
+            one of OpenTelemetry's environment variables.
         service: Name of this process in traces, unless `OTEL_SERVICE_NAME` is set.
 
     Raises:
@@ -122,11 +126,11 @@ def traced_params(params: Mapping[str, Any] | None, span: Span) -> Mapping[str, 
 
 
 def observed(name: str, keep: Keep) -> Middleware:
-    """Make a middleware that logs each POST request when it is answered, and gives it a span below the one that its headers
-    name.
+    """Make a middleware that logs each POST request when it is answered, and gives it a span below the one
+    that its headers name.
 
-    Put it first, so that the span includes what other middlewares do. A request without `traceparent` in its headers
-    may have one in its `kv_transfer_params`: see `span_of_work`.
+    Put it first, so that the span includes what other middlewares do. A request without `traceparent` in its
+    headers may have one in its `kv_transfer_params`: see `span_of_work`.
 
     Args:
         keep: Called with the span, and those below it, when they have ended.
@@ -176,8 +180,9 @@ def observed(name: str, keep: Keep) -> Middleware:
 def span_of_work(request: web.Request, params: Any) -> Iterator[Span]:
     """Yield the span that a node's work on a request belongs to: that of the HTTP request.
 
-    If its headers have no `traceparent` and its `kv_transfer_params` have one, the work has a span of its own in that
-    trace. The span of the HTTP request began before the body was read, so it cannot belong there any more.
+    If its headers have no `traceparent` and its `kv_transfer_params` have one, the work has a span of its own
+    in that trace. The span of the HTTP request began before the body was read, so it cannot belong there any
+    more.
     """
     span, known = current_span(), traceparent_of(params)
     if not span.trace_id or not known or TRACEPARENT in request.headers:
@@ -193,7 +198,9 @@ def span_of_work(request: web.Request, params: Any) -> Iterator[Span]:
 
 
 def _otel_of(request: web.Request) -> dict[str, Any]:
-    """Return what OpenTelemetry is to know of the span of an HTTP request; nothing if this process does not export."""
+    """Return what OpenTelemetry is to know of the span of an HTTP request; nothing if this process does not
+    export.
+    """
     if active_tracer() is None:
         return {}
     from opentelemetry.context import Context

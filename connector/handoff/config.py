@@ -13,41 +13,49 @@ Seconds = Annotated[float, seconds()]
 Count = Annotated[int, integer(1)]
 
 
-#: Longest time between two heartbeats of a consumer, so that a long lease of its own does not cost it a short one of a producer.
+#: Longest time between two heartbeats of a consumer, so that a long lease of its own does not cost it a short
+#: one of a producer.
 _MAX_HEARTBEAT_S = 5.0
 
 
-# Users choose how long blocks stay reserved and how long a request may wait: that follows from what they know, which is the load,
-# the network and the patience of clients. `max_peer_ranks` follows from the size of their nodes. The other fields are internal:
-# they bound the protocol's retries and what it remembers, and no load or network asks for another value.
+# Users choose how long blocks stay reserved and how long a request may wait: that follows from what they
+# know, which is the load, the network and the patience of clients. `max_peer_ranks` follows from the size of
+# their nodes. The other fields are internal: they bound the protocol's retries and what it remembers, and no
+# load or network asks for another value.
 @dataclass(frozen=True)
 class HandoffConfig:
     """Deadlines and bounds of the handoff protocol.
 
     Attributes:
-        lease_s: A producer keeps an offer for this long after its consumer was last heard. A consumer renews its leases after a
-            sixth of its own `lease_s`, and at least every 5 s, so set the same value on both.
-        max_hold_s: Longest time for which a producer renews the lease of a finished request, however often its consumer
-            asks for that. Must be more than a consumer's `load_wait_s`.
-        connect_timeout_s: On the consumer's side, from the decision to connect to the end of the handshake; on the
-            producer's side, from a connection to its first message.
-        claim_timeout_s: From a claim, or the producer's last message about it, to the next message. A producer whose
-            request still runs sends one at least three times in this period, so a claim waits while the producer lives.
+        lease_s: A producer keeps an offer for this long after its consumer was last heard. A consumer renews
+            its leases after a sixth of its own `lease_s`, and at least every 5 s, so set the same value on
+            both.
+        max_hold_s: Longest time for which a producer renews the lease of a finished request, however often
+            its consumer asks for that. Must be more than a consumer's `load_wait_s`.
+        connect_timeout_s: On the consumer's side, from the decision to connect to the end of the handshake;
+            on the producer's side, from a connection to its first message.
+        claim_timeout_s: From a claim, or the producer's last message about it, to the next message. A
+            producer whose request still runs sends one at least three times in this period, so a claim waits
+            while the producer lives.
         load_wait_s: A consumer holds a granted offer for this long without blocks to load it into.
-        progress_wait_s: A consumer that has blocks waits this long for the producer's next message about an offer that is still
-            being computed: its next part, or that its request still runs. In a rendezvous it gives its blocks up after this
-            time if no part has come and another load has waited for blocks as long.
+        progress_wait_s: A consumer that has blocks waits this long for the producer's next message about an
+            offer that is still being computed: its next part, or that its request still runs. In a rendezvous
+            it gives its blocks up after this time if no part has come and another load has waited for blocks
+            as long.
         read_timeout_s: Longest time for a read of one request's blocks.
-        backoff_s: After a connection failed, its address is not tried for this long; doubled with each further failure.
+        backoff_s: After a connection failed, its address is not tried for this long; doubled with each
+            further failure.
         max_backoff_s: Longest backoff.
         max_failed_claims: Failures that a consumer remembers until their loads are asked for.
-        rendezvous_wait_s: In a rendezvous, a producer keeps a claim for this long without the request that it is about.
-        max_rendezvous: Such claims that a producer keeps at once, and names of past rendezvous that it remembers. Further
-            claims are denied.
-        max_peer_ranks: Ranks of a producer. An offer with more addresses is refused, because anyone who can send a
-            request can write addresses. Raise it if a node really has more ranks.
+        rendezvous_wait_s: In a rendezvous, a producer keeps a claim for this long without the request that it
+            is about.
+        max_rendezvous: Such claims that a producer keeps at once, and names of past rendezvous that it
+            remembers. Further claims are denied.
+        max_peer_ranks: Ranks of a producer. An offer with more addresses is refused, because anyone who can
+            send a request can write addresses. Raise it if a node really has more ranks.
         max_connecting: Connections that a consumer has in progress at once. Further ones wait, within
-            `connect_timeout_s`. If the limit of open files is low, one per 32 descriptors of that limit are in progress.
+            `connect_timeout_s`. If the limit of open files is low, one per 32 descriptors of that limit are
+            in progress.
 
     Raises:
         ConfigurationError: a value is not positive or not finite, or two of them do not fit together.

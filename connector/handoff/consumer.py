@@ -1,10 +1,10 @@
 """The consumer's side of the handoff protocol: claims, reads, and the releases that end them.
 
-In come the engine's orders, messages of producers, losses of peers, the ends of reads, and the time. Out go actions: connections,
-messages, reads, and the end of each load.
+In come the engine's orders, messages of producers, losses of peers, the ends of reads, and the time. Out go
+actions: connections, messages, reads, and the end of each load.
 
-What must never break: a load succeeds only if each of its reads ended with its guard still holding. Its end comes once, and not
-before the last read is over, because until then something writes into its blocks.
+What must never break: a load succeeds only if each of its reads ended with its guard still holding. Its end
+comes once, and not before the last read is over, because until then something writes into its blocks.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .messages import (
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 
-#: So many times in a row an address whose handshake timed out is tried again, to release what its rank offers. With the default
-#: deadlines this takes as long as a lease.
+#: So many times in a row an address whose handshake timed out is tried again, to release what its rank
+#: offers. With the default deadlines this takes as long as a lease.
 _MAX_LATE_TRIES = 3
 
 
 class ConsumerProtocol:
     """Claims offers and reads them. Every load that was asked for is reported exactly once.
 
-    An offer is claimed at every rank of its producer, and read from those that have something of ours. What ends one
-    part of a load ends the load.
+    An offer is claimed at every rank of its producer, and read from those that have something of ours. What
+    ends one part of a load ends the load.
 
     Every method takes `now`, in seconds of any monotonic clock, and returns actions to be done in order.
     Requests are named by this node's own ids; an offer carries the producer's.
@@ -98,7 +98,9 @@ class ConsumerProtocol:
     def claim(
         self, request_id: str, offer: RemoteOffer, now: float, *, traceparent: str = ""
     ) -> list[Action]:
-        """Claim the offer before there are blocks to read it into. Its lease follows our heartbeats from now on.
+        """Claim the offer before there are blocks to read it into.
+
+        Its lease follows our heartbeats from now on.
 
         A failure is remembered, and reported by `load`.
 
@@ -135,7 +137,10 @@ class ConsumerProtocol:
         return self._read_on(load, now)
 
     def drop(self, request_id: str, now: float) -> list[Action]:
-        """Release the offer of a request that is over. `LoadEnded` follows if `load` was called. Unknown ones are ignored."""
+        """Release the offer of a request that is over.
+
+        `LoadEnded` follows if `load` was called. Unknown ones are ignored.
+        """
         self._loads.take_failure(request_id)
         load = self._loads.get(request_id)
         return [] if load is None else self._end(load, Verdict("dropped"))
@@ -158,12 +163,17 @@ class ConsumerProtocol:
         return [] if self._peers.address_of(peer_id) is None else self._peers.say_hello(peer_id)
 
     def peer_lost(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
-        """Fail the loads from a peer that is gone, could not be reached, or is to be dropped. Unknown peers are ignored."""
+        """Fail the loads from a peer that is gone, could not be reached, or is to be dropped.
+
+        Unknown peers are ignored.
+        """
         address = self._peers.address_of(peer_id)
         return [] if address is None else self._fail_peer(address, error, now)
 
     def version_with(self, peer_id: int) -> int | None:
-        """The version of the protocol that a producer speaks with us; None before the end of the handshake."""
+        """The version of the protocol that a producer speaks with us; None before the end of the
+        handshake.
+        """
         address = self._peers.address_of(peer_id)
         session = None if address is None else self._peers.session(address)
         return None if session is None else session.version
@@ -243,7 +253,10 @@ class ConsumerProtocol:
         return min(self._peers.next_deadline(), min(deadlines, default=math.inf))
 
     def shutdown(self, now: float) -> list[Action]:
-        """End every load and drop every peer. Loads that are reading end when their reads have: see `num_reads`."""
+        """End every load and drop every peer.
+
+        Loads that are reading end when their reads have: see `num_reads`.
+        """
         error = TransportClosedError("this node shuts down")
         actions: list[Action] = []
         # Before the peers are dropped: each end releases an offer, which frees the producer's blocks at once.
@@ -254,9 +267,11 @@ class ConsumerProtocol:
         return actions
 
     def begin_anew(self, identity: Identity, error: ConnectorError) -> list[Action]:
-        """End every load, drop every peer, and compare the next ones with `identity`: this node, perhaps with another digest.
+        """End every load, drop every peer, and compare the next ones with `identity`: this node, perhaps with
+        another digest.
 
-        Loads that are reading end when their reads have. A claim whose load has not been asked for fails as soon as it is.
+        Loads that are reading end when their reads have. A claim whose load has not been asked for fails as
+        soon as it is.
         """
         actions: list[Action] = []
         # Before the peers are dropped, as in `shutdown`.
@@ -264,7 +279,8 @@ class ConsumerProtocol:
             actions += self._end(load, Verdict("failed", error))
         for load in self._loads:
             for part in load.parts:
-                # These reads end by themselves, now that their peers are dropped, and there is no session for a release.
+                # These reads end by themselves, now that their peers are dropped, and there is no session for
+                # a release.
                 load.forgive(part)
         for _, session in self._peers.sessions():
             self._planners.forget(session.peer_id)
@@ -296,8 +312,8 @@ class ConsumerProtocol:
         session = self._peers.session(address)
         if session is not None:
             self._planners.forget(session.peer_id)
-        # Whatever the transport says about it: a rank whose process does not get the core in time is alive, and does not know
-        # that its offer will not be read.
+        # Whatever the transport says about it: a rank whose process does not get the core in time is alive,
+        # and does not know that its offer will not be read.
         is_late = address in self._peers.overdue(now)
         actions = self._peers.fail(address, now)
         may_come = is_late and self._peers.num_failures(address) <= _MAX_LATE_TRIES
@@ -305,7 +321,8 @@ class ConsumerProtocol:
             self._unreleased.pop(address, None)
         for load in self._loads.at(address):
             if not may_come:
-                # A read of this peer ends by itself, now that the peer is dropped, so its deadline no longer counts.
+                # A read of this peer ends by itself, now that the peer is dropped, so its deadline no longer
+                # counts.
                 load.forgive(load.part_at(address))
             actions += self._end(load, Verdict("failed", error))
         return actions + (self._peers.want(address, now) if address in self._unreleased else [])
@@ -322,7 +339,10 @@ class ConsumerProtocol:
     # -- one load ------------------------------------------------------------------------------------
 
     def _send_claims(self, load: Load, now: float) -> list[Action]:
-        """Claim at every rank with which there is a session. Once that is every rank, see whether the nodes can be paired."""
+        """Claim at every rank with which there is a session.
+
+        Once that is every rank, see whether the nodes can be paired.
+        """
         if load.verdict is not None:
             return []
         actions: list[Action] = []
@@ -359,8 +379,9 @@ class ConsumerProtocol:
     def _should_yield(self, load: Load, now: float) -> bool:
         """Whether a rendezvous holds blocks in vain while another load waits for blocks.
 
-        Two nodes whose pools are full could otherwise wait for each other: the offer of the other load holds the blocks in which
-        this prompt would be computed. One load gives way at a time, so that not all of a long queue is computed twice.
+        Two nodes whose pools are full could otherwise wait for each other: the offer of the other load holds
+        the blocks in which this prompt would be computed. One load gives way at a time, so that not all of a
+        long queue is computed twice.
         """
         patience = self._config.progress_wait_s
         if not load.offer.is_rendezvous or now < max(load.filled_at, self._yielded_at) + patience:
@@ -373,8 +394,8 @@ class ConsumerProtocol:
     def _granted(self, load: Load, part: Part, grant: Grant, now: float) -> list[Action]:
         if part.state is not LoadState.CLAIMING or load.verdict is not None:
             return []
-        # Before any byte is read: blocks of another prompt would be right bytes in the wrong place, and would enter the
-        # prefix cache under this prompt's hashes.
+        # Before any byte is read: blocks of another prompt would be right bytes in the wrong place, and would
+        # enter the prefix cache under this prompt's hashes.
         if grant.content != load.offer.content:
             return self._end(load, Verdict("failed", ContentMismatchError(load.offer.num_tokens)))
         # The params came over a path that is not authenticated; the grant is what counts.
@@ -400,7 +421,9 @@ class ConsumerProtocol:
         return completed + ([] if load.num_reads else self._read_on(load, now))
 
     def _read_on(self, load: Load, now: float) -> list[Action]:
-        """Read what is ready, once blocks and the grants of all ranks are there; end when nothing is left to read."""
+        """Read what is ready, once blocks and the grants of all ranks are there; end when nothing is left to
+        read.
+        """
         if load.verdict is not None:
             return self._end(load, load.verdict)
         if load.blocks is None or not load.is_granted:
@@ -438,14 +461,16 @@ class ConsumerProtocol:
             self._config.read_timeout_s,
             plan.num_regions_per_layer,
         )
-        # READING is set after all that can fail: the end of a read that no action starts would never be reported.
-        # The transport ends the read after one timeout. If it does not, its peer is dropped after two.
+        # READING is set after all that can fail: the end of a read that no action starts would never be
+        # reported. The transport ends the read after one timeout. If it does not, its peer is dropped after
+        # two.
         load.start_read(part, now + 2 * self._config.read_timeout_s)
         return [read]
 
     def _time_out(self, load: Load, part: Part, now: float) -> list[Action]:
         if part.state is LoadState.READING:
-            # The load cannot be reported while the transport may write. Dropping the peer makes the transport end the read.
+            # The load cannot be reported while the transport may write. Dropping the peer makes the transport
+            # end the read.
             error = TransferTimeoutError(f"timed out waiting for a read from {part.address} to end")
             return self._fail_peer(part.address, error, now)
         return self._end(load, Verdict("failed", load.lateness(part)))
@@ -470,8 +495,8 @@ class ConsumerProtocol:
     def _release_all(self, load: Load, *, delivered: bool) -> list[Action]:
         """Send a release to every rank of the producer that is owed one.
 
-        A rank without a session yet gets it when there is one. Without a release it would hold its blocks until the lease
-        runs out.
+        A rank without a session yet gets it when there is one. Without a release it would hold its blocks
+        until the lease runs out.
         """
         actions: list[Action] = []
         for part in load.parts:

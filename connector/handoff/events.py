@@ -42,15 +42,17 @@ class Identity:
 
 @dataclass(frozen=True)
 class RemoteOffer:
-    """A producer's offer as the consumer's request describes it. It came over a path that is not authenticated.
+    """A producer's offer as the consumer's request describes it.
+
+    It came over a path that is not authenticated.
 
     Attributes:
         request_id: The producer's id of the request; in a rendezvous, the name that the router drew.
         addresses: One per rank of the producer.
         num_tokens: Tokens whose keys and values are offered.
         block_ids: Per group. Nothing is read by them: only the block ids of the producer's grant count.
-        content: Digest of as much of the consumer's own prompt as the offer covers (see `content_digest`). The consumer
-            computes it; the producer's grant must repeat it.
+        content: Digest of as much of the consumer's own prompt as the offer covers (see `content_digest`).
+            The consumer computes it; the producer's grant must repeat it.
         is_rendezvous: The offer may not exist yet. `num_tokens` is the number that the consumer expects.
     """
 
@@ -70,7 +72,8 @@ class GroupBlocks:
     """A run of one group's block table that is to be loaded.
 
     Attributes:
-        first_block_index: Position of `block_ids[0]` in the request's block table. The blocks before it are here already.
+        first_block_index: Position of `block_ids[0]` in the request's block table. The blocks before it are
+            here already.
         block_ids: Local blocks to write. A null block (0) stands for a position that is not needed.
     """
 
@@ -122,7 +125,10 @@ class SetGuard:
 
 @dataclass(frozen=True)
 class ExtendGuard:
-    """Let peers read these blocks under guard `index`, which are those of before and more. The guard holds what it held."""
+    """Let peers read these blocks under guard `index`, which are those of before and more.
+
+    The guard holds what it held.
+    """
 
     index: int
     block_ids: BlockTables
@@ -228,7 +234,8 @@ class LoadEnded:
     """Report, once per load that was asked for, that it has ended. Nothing writes into its blocks any more.
 
     Attributes:
-        outcome: `"loaded"`: all bytes are in place. `"failed"` or `"dropped"`: the contents of the blocks are undefined.
+        outcome: `"loaded"`: all bytes are in place. `"failed"` or `"dropped"`: the contents of the blocks are
+            undefined.
         error: Why it failed; None if it was loaded or dropped.
         blocks: The blocks that it was to fill.
     """

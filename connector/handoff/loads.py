@@ -1,9 +1,11 @@
-"""One load of a consumer: its state, what each rank of the producer granted, and which blocks are still to be read.
+"""One load of a consumer: its state, what each rank of the producer granted, and which blocks are still to be
+read.
 
-`ConsumerProtocol` puts in claims, local blocks, grants and the ends of reads; out come the reads that can begin, and whether the
-load is over.
+`ConsumerProtocol` puts in claims, local blocks, grants and the ends of reads; out come the reads that can
+begin, and whether the load is over.
 
-What must never break: a block is read only when it was granted as computed, by every rank that has a part of it.
+What must never break: a block is read only when it was granted as computed, by every rank that has a part of
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ PartKey = tuple[str, int, int]
 
 
 class LoadState(enum.IntEnum):
-    """The states of the consumer's table in `docs/design.md`. A part of a load is in one of the first four."""
+    """The states of the consumer's table in `docs/design.md`.
+
+    A part of a load is in one of the first four.
+    """
 
     #: There is no session yet with a rank of the producer.
     CONNECTING = 1
@@ -72,10 +77,11 @@ class Part:
         rank: Its number among the offer's addresses.
         state: CONNECTING, CLAIMING, GRANTED or READING.
         deadline: End of the present state; infinity where another deadline counts, as that of the connection.
-        grant: What the rank granted, with the progress that it reported since; not None from the state GRANTED on.
+        grant: What the rank granted, with the progress that it reported since; not None from the state
+            GRANTED on.
         was_parked: Whether the rank had to compute before it could grant.
-        is_owed_release: Whether the rank must still get a `Release`. It need not if the offer has ended at the rank, or
-            the rank is gone.
+        is_owed_release: Whether the rank must still get a `Release`. It need not if the offer has ended at
+            the rank, or the rank is gone.
     """
 
     rank: int
@@ -103,7 +109,8 @@ class Verdict:
 class Load:
     """One request's way from the claim to the report. Only its own methods change it and its parts.
 
-    An offer that is still being computed is read in rounds: what is ready, then what has become ready meanwhile.
+    An offer that is still being computed is read in rounds: what is ready, then what has become ready
+    meanwhile.
 
     Attributes:
         traceparent: The span of the claim, for the producer; empty if the request is not traced.
@@ -133,7 +140,8 @@ class Load:
         """Where it is in the consumer's table."""
         if self.verdict is not None:
             return LoadState.DRAINING if self.num_reads else LoadState.ENDED
-        # Reading as soon as one rank is read, because then blocks are the transport's. Otherwise as far as the last rank.
+        # Reading as soon as one rank is read, because then blocks are the transport's. Otherwise as far as
+        # the last rank.
         return LoadState.READING if self.num_reads else min(part.state for part in self.parts)
 
     @property
@@ -202,7 +210,8 @@ class Load:
         """Note that a rank has more ready.
 
         Raises:
-            ProtocolError: it has less, or more than it ever offered, or other groups, or too many blocks. Nothing is changed.
+            ProtocolError: it has less, or more than it ever offered, or other groups, or too many blocks.
+                Nothing is changed.
         """
         grant = part.grant
         if (
@@ -239,14 +248,18 @@ class Load:
         self._move(part, LoadState.GRANTED, math.inf)
 
     def wait_for_progress(self, deadline: float) -> None:
-        """Wait until `deadline` for each rank that has not granted everything. The others have nothing left to say."""
+        """Wait until `deadline` for each rank that has not granted everything.
+
+        The others have nothing left to say.
+        """
         for part in self.parts:
             part.deadline = math.inf if part.is_whole else deadline
 
     def keep_waiting(self, part: Part, deadline: float) -> None:
         """Note that a rank still computes. If its progress is waited for, it is waited for until `deadline`.
 
-        While the load waits for blocks of its own, or reads, another deadline counts, which the rank must not move.
+        While the load waits for blocks of its own, or reads, another deadline counts, which the rank must not
+        move.
         """
         waits = self.blocks is not None and self.is_granted and part.state is LoadState.GRANTED
         if waits and part.deadline < math.inf:
@@ -268,7 +281,8 @@ class Load:
             self.verdict = verdict
             self._check(before)
         for part in self.parts:
-            # A read keeps its deadline: if it does not end, its peer is dropped, and then the load can be reported.
+            # A read keeps its deadline: if it does not end, its peer is dropped, and then the load can be
+            # reported.
             if part.state is not LoadState.READING:
                 part.deadline = math.inf
         return self.verdict

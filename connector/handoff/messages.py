@@ -1,14 +1,15 @@
 """The messages of the handoff protocol, and their form on the wire.
 
-A message travels as a MessagePack array of a tag and a map of fields. Its class declares both: the tag in the decorator,
-and for each field its type and bounds. Everything that arrives is hostile until `decode` has returned: sizes are limited
-before anything is walked, types are strict (a bool is not an integer), and the error names a field that is missing,
-unknown or ill-typed.
+A message travels as a MessagePack array of a tag and a map of fields. Its class declares both: the tag in the
+decorator, and for each field its type and bounds. Everything that arrives is hostile until `decode` has
+returned: sizes are limited before anything is walked, types are strict (a bool is not an integer), and the
+error names a field that is missing, unknown or ill-typed.
 
-Two nodes speak the newest version that both know; the handshake finds it (`peers`). A field that a later version added
-says so (`Since`): `encode` leaves it out for a peer that speaks an earlier one, and `decode` gives it its default. So
-such a field must have a default, and no check that keeps a wrong cache from being loaded may depend on it. A change that
-an earlier version cannot ignore raises `OLDEST_VERSION`. docs/upgrades.md has the policy.
+Two nodes speak the newest version that both know; the handshake finds it (`peers`). A field that a later
+version added says so (`Since`): `encode` leaves it out for a peer that speaks an earlier one, and `decode`
+gives it its default. So such a field must have a default, and no check that keeps a wrong cache from being
+loaded may depend on it. A change that an earlier version cannot ignore raises `OLDEST_VERSION`.
+docs/upgrades.md has the policy.
 
 What must never break: a message means the same to both nodes, or one of them refuses it.
 """
@@ -43,8 +44,8 @@ MAX_RANKS: Final = 1024
 MAX_TEXT_CHARS: Final = 1024
 
 _MAX_FIELDS = 256
-#: Arrays and maps in one message. A layout has a few per layer, and block tables one per group. Without a bound, a message
-#: of nothing but nested arrays would take seconds to decode.
+#: Arrays and maps in one message. A layout has a few per layer, and block tables one per group. Without a
+#: bound, a message of nothing but nested arrays would take seconds to decode.
 _MAX_CONTAINERS = 1 << 16
 _MAX_INT32 = 2**31 - 1
 
@@ -150,8 +151,9 @@ def _message(tag: str) -> Callable[[_Class], _Class]:
 
 
 # -- the messages ------------------------------------------------------------------------------------
-# A node of any version must recognize the first message of any other version, to find the version that both speak, or to
-# report that there is none. So the tags "Hello" and "Welcome" and their fields `version` and `release` never change.
+# A node of any version must recognize the first message of any other version, to find the version that both
+# speak, or to report that there is none. So the tags "Hello" and "Welcome" and their fields `version` and
+# `release` never change.
 
 
 @_message("Hello")
@@ -201,8 +203,8 @@ class Claim:
         rank: The consumer's rank in its node.
         num_ranks: Ranks of that node; each claims and releases the offer for itself.
         traceparent: The span of this claim, if the consumer traces the request.
-        rendezvous: The offer is named by a router, and its request may not have arrived yet. Then `request_id` is that name
-            here and in every other message about the offer.
+        rendezvous: The offer is named by a router, and its request may not have arrived yet. Then
+            `request_id` is that name here and in every other message about the offer.
     """
 
     request_id: Text
@@ -221,11 +223,13 @@ class Grant:
     Attributes:
         num_tokens: Tokens of the request that are offered.
         num_ready: The first tokens, this many, have their keys and values in the blocks by now.
-        block_ids: Per group, the request's block table. It covers the tokens that are ready, and may cover more.
-        content: Digest of what the blocks were computed from; see `content_digest`. The consumer compares it with the
-            digest of its own prompt before it reads anything.
-        guard_value: What the guard holds while the bytes are valid; 0: the lease number. It is another number in a
-            rendezvous, whose lease number comes from outside: a value that could repeat would make stale bytes look valid.
+        block_ids: Per group, the request's block table. It covers the tokens that are ready, and may cover
+            more.
+        content: Digest of what the blocks were computed from; see `content_digest`. The consumer compares it
+            with the digest of its own prompt before it reads anything.
+        guard_value: What the guard holds while the bytes are valid; 0: the lease number. It is another number
+            in a rendezvous, whose lease number comes from outside: a value that could repeat would make stale
+            bytes look valid.
     """
 
     request_id: Text
@@ -243,7 +247,8 @@ class Grant:
 class Parked:
     """Producer: I still compute what you claimed. Repeated until the whole prompt is offered.
 
-    Before a `Grant` it means that the offer is still to be made: I know its request or, in a rendezvous, still wait for it.
+    Before a `Grant` it means that the offer is still to be made: I know its request or, in a rendezvous,
+    still wait for it.
     """
 
     request_id: Text
@@ -353,8 +358,8 @@ def decode(data: bytes, version: int = PROTOCOL_VERSION, spoken: range = SPOKEN_
         spoken: The versions that we speak.
 
     Raises:
-        VersionMismatchError: a `Hello` or `Welcome` of a version that we do not speak; of its other fields only `release`
-            was looked at.
+        VersionMismatchError: a `Hello` or `Welcome` of a version that we do not speak; of its other fields
+            only `release` was looked at.
         ProtocolError: anything else that is not exactly one message; the error names the field.
     """
     tag, fields = _unpack(data)
@@ -370,7 +375,10 @@ def decode(data: bytes, version: int = PROTOCOL_VERSION, spoken: range = SPOKEN_
 
 
 def _spoken_version(record: Record[Any], fields: Mapping[str, object], spoken: range) -> int:
-    """Return the version that a message names. It comes before anything else: another version may have other fields."""
+    """Return the version that a message names.
+
+    It comes before anything else: another version may have other fields.
+    """
     if "version" not in fields:
         raise Refused("is missing", ".version")
     version: int = record.checked({"version": fields["version"]})["version"]

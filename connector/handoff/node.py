@@ -7,8 +7,8 @@ A runtime turns transport events into these calls, and orders into calls of `pro
     PeerLost         → peer_lost               timeout            → advance, at next_deadline()
     TransferEnded    → consumer.read_ended
 
-The runtime handles events before it calls `advance`. After a process was stopped for a while, heartbeats and answers wait in
-its sockets; they must count before any deadline does.
+The runtime handles events before it calls `advance`. After a process was stopped for a while, heartbeats and
+answers wait in its sockets; they must count before any deadline does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from .producer import ProducerProtocol
 
 
 class NodeProtocol:
-    """A producer and a consumer that share a transport. Incoming peers are consumers, outgoing ones producers."""
+    """A producer and a consumer that share a transport.
+
+    Incoming peers are consumers, outgoing ones producers.
+    """
 
     def __init__(self, producer: ProducerProtocol, consumer: ConsumerProtocol) -> None:
         self.producer = producer
@@ -54,8 +57,8 @@ class NodeProtocol:
         try:
             message = decode(data, self.version_with(peer_id), self.producer.spoken)
         except VersionMismatchError as error:
-            # A consumer gets our `Welcome` in the version nearest to its own. It either repeats its `Hello` in that version
-            # or reports an error that names both versions.
+            # A consumer gets our `Welcome` in the version nearest to its own. It either repeats its `Hello`
+            # in that version or reports an error that names both versions.
             answer = self.producer.answer_hello(peer_id, error.remote)
             return [*answer, *self.consumer.peer_lost(peer_id, error, now)]
         except ProtocolError as error:
@@ -67,7 +70,9 @@ class NodeProtocol:
         return self.consumer.receive(peer_id, message, now)
 
     def version_with(self, peer_id: int) -> int:
-        """The version of the protocol that a peer speaks with us; our newest before the end of the handshake."""
+        """The version of the protocol that a peer speaks with us; our newest before the end of the
+        handshake.
+        """
         known = self.producer.version_with(peer_id) or self.consumer.version_with(peer_id)
         return known or self.producer.spoken[-1]
 
@@ -82,8 +87,8 @@ class NodeProtocol:
     def begin_anew(self, identity: Identity, why: str) -> list[Action]:
         """End every offer and every load, drop every peer, and go on as `identity`.
 
-        The identity names the same start of the same node. If what the node computes has changed, its digest is another one,
-        and each peer compares it before it accepts anything that is offered from now on.
+        The identity names the same start of the same node. If what the node computes has changed, its digest
+        is another one, and each peer compares it before it accepts anything that is offered from now on.
 
         Args:
             why: For the errors of loads, and for the peers whose claims end.

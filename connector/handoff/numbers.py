@@ -7,15 +7,16 @@ from hashlib import blake2b
 
 _HALF_BITS = 31
 _HALF = (1 << _HALF_BITS) - 1
-#: Four rounds make a permutation that cannot be told from a random one without the key (Luby and Rackoff, 1988).
+#: Four rounds make a permutation that cannot be told from a random one without the key (Luby and Rackoff,
+#: 1988).
 _NUM_ROUNDS = 4
 
 
 class GuardNumbers:
     """Draws numbers from 1 to 2**62 - 1: a counter under a keyed permutation.
 
-    A peer that was admitted can read under any guard whose value it knows. Consecutive numbers would let it read what it never
-    claimed, and random numbers could repeat. A permutation of a counter avoids both.
+    A peer that was admitted can read under any guard whose value it knows. Consecutive numbers would let it
+    read what it never claimed, and random numbers could repeat. A permutation of a counter avoids both.
     """
 
     def __init__(self) -> None:

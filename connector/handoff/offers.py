@@ -1,8 +1,10 @@
 """One offer of a producer: its state, what it grants, and the ranks that read it.
 
-`ProducerProtocol` puts in what the engine and the consumers did; out come the grants and progress that are to be sent.
+`ProducerProtocol` puts in what the engine and the consumers did; out come the grants and progress that are to
+be sent.
 
-What must never break: only the holder of the lease number is granted anything, and no more tokens than are computed.
+What must never break: only the holder of the lease number is granted anything, and no more tokens than are
+computed.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from .messages import Claim, Grant, Progress, Release
 
 logger = logging.getLogger(__name__)
 
-#: How often a consumer hears that the request still runs, within the time after which it would give up. With three, a message
-#: may be late, as from a busy host, and the next one still comes in time.
+#: How often a consumer hears that the request still runs, within the time after which it would give up. With
+#: three, a message may be late, as from a busy host, and the next one still comes in time.
 _ANSWERS_PER_CLAIM_TIMEOUT = 3
 
 
@@ -95,8 +97,8 @@ class _Reader:
 class Claimants:
     """The ranks of the nodes that read an offer. Each rank claims once and is done once per load of its node.
 
-    The first rank that claims begins a load of its node, and decides how many ranks that has. Only a rank that claimed can
-    release. Otherwise a peer that merely learned the lease number of an offer could end it.
+    The first rank that claims begins a load of its node, and decides how many ranks that has. Only a rank
+    that claimed can release. Otherwise a peer that merely learned the lease number of an offer could end it.
 
     Args:
         num_loads: Loads after which the offer is over. They may be of different nodes.
@@ -185,8 +187,8 @@ class Claimants:
                 if reader.outcomes.get(claim.rank)
                 else "is claimed by another consumer"
             )
-        # Each rank has a connection of its own. So one peer can hold at most one claim of an offer, and a peer that
-        # claims for every rank cannot make this table grow.
+        # Each rank has a connection of its own. So one peer can hold at most one claim of an offer, and a
+        # peer that claims for every rank cannot make this table grow.
         return "is claimed by this peer for another rank" if peer.peer_id in self.peers else ""
 
 
@@ -207,8 +209,8 @@ class Offer:
         request_id: This node's id of the request; empty while it is awaited.
         state: Where it is in the producer's table.
         grant: The grant that its claimants get; it has the guard, too. None before the offer is made.
-        deadline: When something is due: until its request has finished, the next word to those that claimed; after that, the
-            end of the lease; infinity if nothing is.
+        deadline: When something is due: until its request has finished, the next word to those that claimed;
+            after that, the end of the lease; infinity if nothing is.
         claimants: The ranks that read it.
     """
 
@@ -271,8 +273,9 @@ class Offer:
     def open(self, grant: Grant) -> None:
         """Make it while its prompt is still being computed.
 
-        No lease runs: a consumer that is alive cannot speed the prefill up, and the engine keeps the blocks anyway. Claimants
-        are still told that the request runs: a chunk can take longer than they wait for a silent node.
+        No lease runs: a consumer that is alive cannot speed the prefill up, and the engine keeps the blocks
+        anyway. Claimants are still told that the request runs: a chunk can take longer than they wait for a
+        silent node.
         """
         self.grant = grant
         self._go_to(OfferState.OPEN)
@@ -293,7 +296,8 @@ class Offer:
             The message for the claimants; None if nothing is new.
 
         Raises:
-            KVTransferStateError: the block tables are not the known ones with blocks added. Nothing is changed.
+            KVTransferStateError: the block tables are not the known ones with blocks added. Nothing is
+                changed.
         """
         grant = self.granted
         if num_ready <= grant.num_ready:

@@ -1,4 +1,6 @@
-"""What to read from which rank of a producer, from our blocks, its block tables, and the layouts of all its ranks."""
+"""What to read from which rank of a producer, from our blocks, its block tables, and the layouts of all its
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from ..planning.reshard import GroupTables, ReshardPlanner
 from .events import BlockTables, GroupBlocks, LocalBlocks
 from .peers import PeerSession
 
-#: Producers whose planners are kept. A planner depends on layouts only, so one per producer serves all requests; past this
-#: number the oldest is made again when it is needed.
+#: Producers whose planners are kept. A planner depends on layouts only, so one per producer serves all
+#: requests; past this number the oldest is made again when it is needed.
 _MAX_PLANNERS = 64
 
 
@@ -56,8 +58,8 @@ class NodePlanner(Protocol):
             One plan for each rank from which something is needed.
 
         Raises:
-            RegionError: the number of groups differs, a position is past the end of the producer's table, a block
-                is not of its pool, or a local block would be written twice.
+            RegionError: the number of groups differs, a position is past the end of the producer's table, a
+                block is not of its pool, or a local block would be written twice.
         """
 
 
@@ -66,8 +68,8 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
 
     Args:
         remotes: The layouts of its ranks.
-        rank: Our number in our own node. If several ranks keep just what we do, the one with our number is read, so that
-            all ranks of the producer serve about as much.
+        rank: Our number in our own node. If several ranks keep just what we do, the one with our number is
+            read, so that all ranks of the producer serve about as much.
 
     Raises:
         IncompatiblePeerError: the caches cannot be paired; names the field.
@@ -80,7 +82,8 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
 
 
 def _plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePlanner:
-    # One rank first: its plan pairs whole pages, which is much cheaper than the pairs of vectors of the other planner.
+    # One rank first: its plan pairs whole pages, which is much cheaper than the pairs of vectors of the other
+    # planner.
     for candidate in sorted(range(len(remotes)), key=lambda index: index != rank):
         try:
             return _FromOneRank(candidate, Planner(local, remotes[candidate]))
@@ -148,7 +151,9 @@ class _FromManyRanks:
 
 
 def pair_blocks(blocks: LocalBlocks, tables: BlockTables) -> list[BlockPairs]:
-    """Pair the blocks to load with block tables of the same block sizes. Positions with a local null block are left out.
+    """Pair the blocks to load with block tables of the same block sizes.
+
+    Positions with a local null block are left out.
 
     Returns:
         One array per group, shape `(num_blocks, 2)`: local block id, remote block id.
@@ -173,7 +178,8 @@ def _pair_group(index: int, group: GroupBlocks, table: tuple[int, ...]) -> Block
     pairs = np.empty((len(group.block_ids), 2), dtype=np.int64)
     pairs[:, 0] = group.block_ids
     pairs[:, 1] = table[first:end]
-    # A null block stands for a position that no layer of this group needs, as before a window: nothing is read there.
+    # A null block stands for a position that no layer of this group needs, as before a window: nothing is
+    # read there.
     needed: BlockPairs = pairs[pairs[:, 0] != 0]
     return needed
 

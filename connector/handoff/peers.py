@@ -1,4 +1,6 @@
-"""The consumer's peers, one producer per address: connecting, the handshake, and the backoff after a failure."""
+"""The consumer's peers, one producer per address: connecting, the handshake, and the backoff after a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .messages import MAX_HEARTBEAT_LEASES, ConsumerMessage, Heartbeat, Hello, W
 
 #: In place of the peer id of a connection that the runtime has not started yet.
 _UNKNOWN = -1
-#: How many starts of peers' nodes are remembered as warned of. Past it all are forgotten, and warned of again.
+#: How many starts of peers' nodes are remembered as warned of. Past it all are forgotten, and warned of
+#: again.
 _MAX_WARNED = 1024
 
 
@@ -84,13 +87,13 @@ _State = _Waiting | _Connecting | PeerSession | _Resting
 class Peers:
     """Producers by address.
 
-    An address is unknown, waiting, connecting, ready (it has a session) or resting. After a failure it rests, for a time
-    that doubles with each failure. A claim that needs the address meanwhile waits for the next attempt, so it waits at
-    most `max_backoff_s + connect_timeout_s` for its session.
+    An address is unknown, waiting, connecting, ready (it has a session) or resting. After a failure it rests,
+    for a time that doubles with each failure. A claim that needs the address meanwhile waits for the next
+    attempt, so it waits at most `max_backoff_s + connect_timeout_s` for its session.
 
-    Connections cost descriptors, and anyone who can send a request can name addresses. So at most `max_connecting` are in
-    progress at once. Further addresses wait; the one that has waited longest is next. Waiting counts towards
-    `connect_timeout_s`.
+    Connections cost descriptors, and anyone who can send a request can name addresses. So at most
+    `max_connecting` are in progress at once. Further addresses wait; the one that has waited longest is next.
+    Waiting counts towards `connect_timeout_s`.
     """
 
     def __init__(self, identity: Identity, config: HandoffConfig) -> None:
@@ -145,8 +148,9 @@ class Peers:
     def lower_version(self, address: str, welcome: Welcome) -> list[Action]:
         """Say hello again in an earlier version, if that is what the producer answered; otherwise nothing.
 
-        A producer of an earlier release answers a `Hello` that is too new for it with its own newest version, and then
-        still waits for one that it knows. Each repetition is in an earlier version, so there are only a few.
+        A producer of an earlier release answers a `Hello` that is too new for it with its own newest version,
+        and then still waits for one that it knows. Each repetition is in an earlier version, so there are
+        only a few.
         """
         state = self._states[address]
         if not isinstance(state, _Connecting) or welcome.version >= state.version:
@@ -157,12 +161,14 @@ class Peers:
     def welcome(self, address: str, welcome: Welcome) -> PeerSession:
         """Finish the handshake: compare the digest first, then the fields, and only then decode the layout.
 
-        A layout of another model may have a form that we cannot judge, so the fields must be equal before it is looked at.
+        A layout of another model may have a form that we cannot judge, so the fields must be equal before it
+        is looked at.
 
         Raises:
             IncompatiblePeerError: the peer's cache cannot be read into ours; names the field.
             VersionMismatchError: the two nodes describe caches by different rules.
-            ProtocolError: the layout is malformed, the `Welcome` answers no `Hello` of ours, or the handshake was done before.
+            ProtocolError: the layout is malformed, the `Welcome` answers no `Hello` of ours, or the handshake
+                was done before.
         """
         state = self._states[address]
         if not isinstance(state, _Connecting):
@@ -191,7 +197,9 @@ class Peers:
         return [PeerDiffers(welcome.engine_id, differences)]
 
     def leave_out(self, engine_id: str, epoch: int, layers: Sequence[str]) -> list[Action]:
-        """Say which of our layers this start of a node cannot fill, if there are any: once per start of the node."""
+        """Say which of our layers this start of a node cannot fill, if there are any: once per start of the
+        node.
+        """
         if not layers or not self._is_first(engine_id, epoch, "layers"):
             return []
         return [LayersLeftOut(engine_id, tuple(layers))]
@@ -254,7 +262,9 @@ class Peers:
         )
 
     def advance(self, now: float) -> list[Action]:
-        """Connect to addresses that wait for a place or whose backoff is over; forget those that are not wanted."""
+        """Connect to addresses that wait for a place or whose backoff is over; forget those that are not
+        wanted.
+        """
         actions = self._start_waiting(now)
         resting = [(key, state) for key, state in self._states.items() if isinstance(state, _Resting)]
         return actions + [

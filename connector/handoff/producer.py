@@ -1,10 +1,11 @@
 """The producer's side of the handoff protocol: offers, their guards and their leases.
 
-In come the engine's orders, messages of consumers, losses of peers, and the time. Out go actions: messages, guards to set and to
-clear, and the end of each offer.
+In come the engine's orders, messages of consumers, losses of peers, and the time. Out go actions: messages,
+guards to set and to clear, and the end of each offer.
 
-What must never break: the guard of an offer is cleared before its end is reported, because after that the engine writes other
-bytes into the blocks. Every offer ends, at the latest with its lease, and its end comes once.
+What must never break: the guard of an offer is cleared before its end is reported, because after that the
+engine writes other bytes into the blocks. Every offer ends, at the latest with its lease, and its end comes
+once.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class _Peer:
 class ProducerProtocol:
     """Holds offers until each is delivered, aborted or expired.
 
-    All ranks of a consumer read an offer, each for itself, and so do those of further consumers if it is for more loads. It is
-    delivered when each rank has what it wanted. A rank that is lost ends its own share only; the others read on.
+    All ranks of a consumer read an offer, each for itself, and so do those of further consumers if it is for
+    more loads. It is delivered when each rank has what it wanted. A rank that is lost ends its own share
+    only; the others read on.
 
     An offer's guard is set when the offer is made (`_make`) and cleared when it ends (`_end`), nowhere else.
 
@@ -166,9 +168,12 @@ class ProducerProtocol:
         content: str = "",
         guard_value: int = 0,
     ) -> list[Action]:
-        """Let a consumer read a request's blocks while its prompt is still being computed. `OfferEnded` follows, exactly once.
+        """Let a consumer read a request's blocks while its prompt is still being computed.
 
-        No lease runs before `complete`. The blocks are the engine's until then: it calls `abort` before it reuses them.
+        `OfferEnded` follows, exactly once.
+
+        No lease runs before `complete`. The blocks are the engine's until then: it calls `abort` before it
+        reuses them.
 
         Args:
             block_ids: The block tables so far.
@@ -189,8 +194,8 @@ class ProducerProtocol:
     def extend(self, request_id: str, block_ids: BlockTables, num_ready: int) -> list[Action]:
         """Note that more tokens of an open offer are ready, and inform its claimants.
 
-        Unknown requests are ignored, because the offer may have ended by itself. Block tables that are not the known ones
-        with blocks added end the offer.
+        Unknown requests are ignored, because the offer may have ended by itself. Block tables that are not
+        the known ones with blocks added end the offer.
         """
         offer = self._made(request_id)
         return [] if offer is None else self._extend(offer, block_ids, num_ready)
@@ -216,8 +221,9 @@ class ProducerProtocol:
     def give_up(self, request_id: str, lease: int) -> list[Action]:
         """End an offer for which no consumer will come, as a router says that tried one.
 
-        Where a consumer reads, that consumer decides, and no further one is expected. Unknown offers are ignored. In a
-        rendezvous `request_id` is its name; if its request has not arrived, claims of it are denied.
+        Where a consumer reads, that consumer decides, and no further one is expected. Unknown offers are
+        ignored. In a rendezvous `request_id` is its name; if its request has not arrived, claims of it are
+        denied.
         """
         offer = self._offers.get(lease)
         if offer is None or offer.known_as != request_id:
@@ -289,7 +295,9 @@ class ProducerProtocol:
         return self._answer_hello(peer_id, min(max(version, self.spoken[0]), self.spoken[-1]))
 
     def version_with(self, peer_id: int) -> int | None:
-        """The version of the protocol that a consumer speaks with us; None before its `Hello`, and for unknown peers."""
+        """The version of the protocol that a consumer speaks with us; None before its `Hello`, and for
+        unknown peers.
+        """
         peer = self._peers.get(peer_id)
         return None if peer is None or peer.consumer is None else peer.version
 
@@ -323,7 +331,8 @@ class ProducerProtocol:
         return self._end_all("the producer shuts down")
 
     def begin_anew(self, identity: Identity, why: str) -> list[Action]:
-        """End every offer, drop every peer, and answer from now on as `identity`: the same node, perhaps with another digest.
+        """End every offer, drop every peer, and answer from now on as `identity`: the same node, perhaps with
+        another digest.
 
         Consumers compare digests once per connection, so those that come back compare the new one.
         """
@@ -371,7 +380,10 @@ class ProducerProtocol:
         content: str,
         guard_value: int,
     ) -> Grant | None:
-        """Take a guard for an offer. None: it ends before it is made, because it is unwanted or no guard is free."""
+        """Take a guard for an offer.
+
+        None: it ends before it is made, because it is unwanted or no guard is free.
+        """
         if self._is_unwanted(offer) or not self._free_guards:
             return None
         index = self._free_guards.pop()
@@ -389,7 +401,9 @@ class ProducerProtocol:
         return [*denials, OfferEnded(offer.request_id, "aborted", why)]
 
     def _is_unwanted(self, offer: Offer) -> bool:
-        """Whether no consumer will come: every rank of it is done, or was denied because the request came too late."""
+        """Whether no consumer will come: every rank of it is done, or was denied because the request came too
+        late.
+        """
         return offer.claimants.are_done or (offer.name != "" and offer.lease in self._past)
 
     def _make(self, offer: Offer) -> list[Action]:
@@ -410,8 +424,8 @@ class ProducerProtocol:
             offer = self._offers[claim.lease] = Offer("", claim.lease, self._config, claim.request_id)
             offer.await_request(now + self._config.rendezvous_wait_s)
         if offer is None:
-            # The engine announces an offer before any router can know it. So an unknown number will never be offered
-            # here, and there is no reason to park its claim.
+            # The engine announces an offer before any router can know it. So an unknown number will never be
+            # offered here, and there is no reason to park its claim.
             return self._send_to([peer.peer_id], _denial(claim, "is over, or was never made"))
         if refusal := offer.claim(peer, claim, now):
             return self._send_to([peer.peer_id], _denial(claim, refusal))
@@ -439,7 +453,10 @@ class ProducerProtocol:
         return [*unmet, *self._deny(offer, why)]
 
     def _forget(self, offer: Offer, why: str) -> None:
-        """Drop an offer that is over. A late claim of a rendezvous is denied at once, and does not wait for its request."""
+        """Drop an offer that is over.
+
+        A late claim of a rendezvous is denied at once, and does not wait for its request.
+        """
         del self._offers[offer.lease]
         if offer.name:
             if len(self._past) >= self._config.max_rendezvous:
@@ -460,8 +477,8 @@ class ProducerProtocol:
     def _heartbeat(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
         for lease in heartbeat.leases:
             offer = self._offers.get(lease)
-            # Only the consumer's own heartbeats count. Otherwise any peer that learned a number could keep an offer alive
-            # whose consumer is gone.
+            # Only the consumer's own heartbeats count. Otherwise any peer that learned a number could keep an
+            # offer alive whose consumer is gone.
             if offer is not None and offer.claimants.may_renew(peer_id):
                 offer.renew(now)
 
@@ -474,7 +491,10 @@ class ProducerProtocol:
         return self._end_if_done(offer, "its consumer gave it up") if offer.is_made else []
 
     def _named(self, message: Claim | Release) -> Offer | None:
-        """The offer that a message is about. The request must fit as well, so that a stale message changes nothing."""
+        """The offer that a message is about.
+
+        The request must fit as well, so that a stale message changes nothing.
+        """
         offer = self._offers.get(message.lease)
         if offer is None or offer.known_as != message.request_id:
             return None
@@ -508,15 +528,15 @@ class ProducerProtocol:
         """End an offer that was made: the one place where a guard is cleared and freed.
 
         Returns:
-            `ClearGuard`, then `OfferEnded`. `OfferEnded` lets the engine reuse the blocks. From the moment when the guard is
-            clear no consumer accepts what it copies, so this order is what keeps another request's bytes from
-            being taken for this one's.
+            `ClearGuard`, then `OfferEnded`. `OfferEnded` lets the engine reuse the blocks. From the moment
+            when the guard is clear no consumer accepts what it copies, so this order is what keeps another
+            request's bytes from being taken for this one's.
         """
         self._forget(offer, "is over")
         del self._lease_of[offer.request_id]
         index = offer.granted.guard_index
-        # The word can be given to another offer at once: a read that still goes on under it looks for this lease number,
-        # which no other offer ever has.
+        # The word can be given to another offer at once: a read that still goes on under it looks for this
+        # lease number, which no other offer ever has.
         self._free_guards.append(index)
         offer.end()
         return [ClearGuard(index), OfferEnded(offer.request_id, outcome, reason)]

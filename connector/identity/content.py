@@ -1,8 +1,10 @@
-"""Digests of what a prompt's KV cache was computed from. Requests with equal digests may use each other's blocks.
+"""Digests of what a prompt's KV cache was computed from.
 
-Both hosts, the reference engine and vLLM, compute the digest of a handoff here: `content_digest`. The producer puts it into
-its offer and repeats it in its grant. The consumer compares it with the digest of its own prompt before it reads a byte.
-Stores name blocks by `block_digests`.
+Requests with equal digests may use each other's blocks.
+
+Both hosts, the reference engine and vLLM, compute the digest of a handoff here: `content_digest`. The
+producer puts it into its offer and repeats it in its grant. The consumer compares it with the digest of its
+own prompt before it reads a byte. Stores name blocks by `block_digests`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..kv_cache_specs import KVCacheSpec
 
-#: Part of what is hashed. Change it together with what is hashed, so that old and new nodes get different digests.
+#: Part of what is hashed. Change it together with what is hashed, so that old and new nodes get different
+#: digests.
 _FORM = "kvferry-content-1"
 _BLOCK_FORM = "kvferry-block-1"
 
@@ -29,12 +32,12 @@ _BLOCK_FORM = "kvferry-block-1"
 def content_digest(request: ConnectorRequest, num_tokens: int) -> str:
     """Hash the first `num_tokens` tokens of a request, and everything else that their cache depends on.
 
-    That is: the token ids, the items among them (images, sounds, vectors) with their positions, embeddings that replace
-    the tokens, the adapter, and the cache salt. What comes after those tokens is not hashed, so a decode node's prompt may
-    be longer than what it is offered. A shorter prompt has another digest.
+    That is: the token ids, the items among them (images, sounds, vectors) with their positions, embeddings
+    that replace the tokens, the adapter, and the cache salt. What comes after those tokens is not hashed, so
+    a decode node's prompt may be longer than what it is offered. A shorter prompt has another digest.
 
-    Tokens past the prompt are those of the answer. So the next prompt of a conversation has the digest of the earlier one
-    and its answer, if it begins with the same tokens.
+    Tokens past the prompt are those of the answer. So the next prompt of a conversation has the digest of the
+    earlier one and its answer, if it begins with the same tokens.
 
     Returns:
         64 hexadecimal digits.
@@ -57,9 +60,10 @@ def content_digest(request: ConnectorRequest, num_tokens: int) -> str:
 def block_digests(request: ConnectorRequest, config: EngineConfig, spec: KVCacheSpec) -> list[str]:
     """Hash each whole block of a request's prompt, together with everything that its bytes depend on.
 
-    That is: the model and its adapters, the form of a page, the request's adapter and cache salt, and all tokens up to the
-    block's end, with the items among them and embeddings that replace them. The digests are a chain: two prompts with the
-    same first blocks have the same first digests. They do not depend on the process, so nodes can share a store.
+    That is: the model and its adapters, the form of a page, the request's adapter and cache salt, and all
+    tokens up to the block's end, with the items among them and embeddings that replace them. The digests are
+    a chain: two prompts with the same first blocks have the same first digests. They do not depend on the
+    process, so nodes can share a store.
 
     Args:
         spec: Of the group to which the blocks belong.
@@ -74,7 +78,8 @@ def block_digests(request: ConnectorRequest, config: EngineConfig, spec: KVCache
     digests = []
     for start in range(0, request.num_prompt_tokens - size + 1, size):
         end = start + size
-        # An item counts in the block where it begins. The chain carries it into the other blocks that it covers.
+        # An item counts in the block where it begins. The chain carries it into the other blocks that it
+        # covers.
         items = [
             (feature.identifier, feature.offset, feature.length)
             for feature in request.mm_features

@@ -36,15 +36,15 @@ def cache_folder() -> Path:
 class DigestCache:
     """Keeps digests of files between starts.
 
-    The name of an entry contains device, inode, size, and the times of the last change of contents and of the inode in ns.
-    So a file that was replaced, or changed in place, has another entry, even if its modification time was set back. If the
-    cache cannot be read or written, that costs time and nothing else.
+    The name of an entry contains device, inode, size, and the times of the last change of contents and of the
+    inode in ns. So a file that was replaced, or changed in place, has another entry, even if its modification
+    time was set back. If the cache cannot be read or written, that costs time and nothing else.
 
     Attributes:
         folder: Where the entries are; None keeps nothing.
         min_bytes: Smaller files are hashed each time.
-        settle_s: A file that changed less than this many seconds ago is not cached, because a coarse clock might give the
-            next change the same time.
+        settle_s: A file that changed less than this many seconds ago is not cached, because a coarse clock
+            might give the next change the same time.
     """
 
     folder: Path | None
@@ -80,7 +80,8 @@ class DigestCache:
             try:
                 with os.fdopen(handle, "w") as file:
                     file.write(digest)
-                # A rename is atomic: a reader sees the whole entry or none, even if another process writes it as well.
+                # A rename is atomic: a reader sees the whole entry or none, even if another process writes it
+                # as well.
                 os.replace(name, self.folder / entry_name(found))
             except OSError:
                 os.unlink(name)
@@ -92,7 +93,8 @@ class DigestCache:
     def locked(self, name: str) -> Iterator[None]:
         """Let one process at a time hash the files of this name, if the file system has locks.
 
-        The ranks of a node start together. Without the lock each of them would read all weights from the disk.
+        The ranks of a node start together. Without the lock each of them would read all weights from the
+        disk.
         """
         try:
             if self.folder is None:

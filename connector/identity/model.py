@@ -1,4 +1,6 @@
-"""Digests of a model's weights, configuration, tokenizer and chat template: do two nodes run the same model?"""
+"""Digests of a model's weights, configuration, tokenizer and chat template: do two nodes run the same
+model?
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ from .digest_cache import DigestCache, entry_name
 
 logger = logging.getLogger(__name__)
 
-#: Names of weight files, in the order in which loaders prefer them. The first pattern that matches any file counts.
+#: Names of weight files, in the order in which loaders prefer them. The first pattern that matches any file
+#: counts.
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
 #: Files that training leaves beside the weights, with names that match the patterns.
 _NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pt"}
 )
-#: Files are hashed in parts of this size, so that several threads can share a large file. Digests depend on it: if you
-#: change it, change the name of the `digest_cache` folder as well.
+#: Files are hashed in parts of this size, so that several threads can share a large file. Digests depend on
+#: it: if you change it, change the name of the `digest_cache` folder as well.
 _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _MAX_THREADS = 8
@@ -34,7 +37,8 @@ _MAX_THREADS = 8
 _BAR_ABOVE_BYTES = 1 << 30
 _SHOWN_DIGITS = 16
 
-#: Keys of a configuration that say where it came from or which library wrote it. The dtype is compared separately.
+#: Keys of a configuration that say where it came from or which library wrote it. The dtype is compared
+#: separately.
 _VOLATILE = frozenset({"transformers_version", "torch_dtype", "dtype"})
 #: If there is no `tokenizer.json`, those of these files that exist are hashed.
 _TOKENIZER_FILES = (
@@ -67,7 +71,9 @@ _NOT_TOKENIZING = frozenset(
 
 
 def find_weight_files(folder: Path, patterns: Sequence[str] = WEIGHT_PATTERNS) -> list[Path]:
-    """List a folder's weight files, sorted by name: those of the first pattern that matches any; empty if none does."""
+    """List a folder's weight files, sorted by name: those of the first pattern that matches any; empty if
+    none does.
+    """
     for pattern in patterns:
         found = [path for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS]
         if found:
@@ -179,7 +185,10 @@ def _unreadable(path: Path, error: OSError) -> ConfigurationError:
 
 @contextmanager
 def _progress(num_bytes: int, bar_above_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar on standard error if there is much to hash. Call the yielded function with each number of bytes done."""
+    """Show a bar on standard error if there is much to hash.
+
+    Call the yielded function with each number of bytes done.
+    """
     if num_bytes <= bar_above_bytes:
         yield lambda size: None
         return
@@ -297,7 +306,9 @@ def _json_digest(content: Any) -> str:
 
 
 def _plain(value: object) -> str:
-    """Convert what JSON cannot express to text; never to text with a memory address, which differs between processes."""
+    """Convert what JSON cannot express to text; never to text with a memory address, which differs between
+    processes.
+    """
     kind = type(value)
     has_own_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
     return str(value) if has_own_text else kind.__qualname__

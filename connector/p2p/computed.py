@@ -19,7 +19,8 @@ class Mark:
 
     Attributes:
         is_over: Returns whether all of it has run. Raises RuntimeError if the GPU failed.
-        wait: Returns as soon as all of it has run, without the interpreter's lock meanwhile. Raises as `is_over` does.
+        wait: Returns as soon as all of it has run, without the interpreter's lock meanwhile. Raises as
+            `is_over` does.
     """
 
     is_over: Callable[[], bool]
@@ -64,7 +65,10 @@ class Watch:
         self._marks.put(mark)
 
     def close(self) -> None:
-        """End the thread after the mark that it waits for. Nothing can end that wait, and this does not wait for it."""
+        """End the thread after the mark that it waits for.
+
+        Nothing can end that wait, and this does not wait for it.
+        """
         self._marks.put(None)
 
     def _run(self) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class PeerToPeerConnector(KVConnectorBase):
     """Hand a prompt's blocks over: the consumer reads them from the producer's pool.
 
-    A concrete connector, which `connector_over` makes, names its transport and is otherwise empty. Loads are asynchronous; nothing is saved
-    layer by layer. The options are those of `ConnectorOptions`.
+    A concrete connector, which `connector_over` makes, names its transport and is otherwise empty. Loads are
+    asynchronous; nothing is saved layer by layer. The options are those of `ConnectorOptions`.
 
     Raises:
         KVTransferStateError: `config.kv_transfer` is None.

@@ -1,10 +1,11 @@
 """The thread that owns a node's transport: it carries out orders, and drives the handoff protocol.
 
-Orders and events go into the protocol, and the protocol's actions go to the transport. Ends go to `Outcomes`, where the
-engine's thread takes them.
+Orders and events go into the protocol, and the protocol's actions go to the transport. Ends go to `Outcomes`,
+where the engine's thread takes them.
 
-What must never break: every load that was ordered, and every offer of a finished request, gets one end, whatever raises; and
-blocks are given back only when no peer accepts bytes of them and nothing writes into them.
+What must never break: every load that was ordered, and every offer of a finished request, gets one end,
+whatever raises; and blocks are given back only when no peer accepts bytes of them and nothing writes into
+them.
 """
 
 from __future__ import annotations
@@ -78,29 +79,35 @@ T = TypeVar("T")
 _MAX_WAIT_S = 1.0
 #: How often `begin_anew` checks whether the thread still runs, while it waits for it.
 _BEGIN_POLL_S = 0.1
-#: The thread ends after this many consecutive iterations in which the transport or the protocol as a whole failed. It rests
-#: after each, twice as long each time; 1.3 s in all: long enough for a shortage to pass, and short enough that the
-#: operator learns of it soon.
+#: The thread ends after this many consecutive iterations in which the transport or the protocol as a whole
+#: failed. It rests after each, twice as long each time; 1.3 s in all: long enough for a shortage to pass, and
+#: short enough that the operator learns of it soon.
 _MAX_FAILED_ITERATIONS = 8
 _FIRST_REST_S = 0.01
-#: How long a read may continue if it began although starting it raised. Its peer is dropped, which ends reads soon.
+#: How long a read may continue if it began although starting it raised. Its peer is dropped, which ends reads
+#: soon.
 _DOUBT_S = 1.0
 #: How long a node warns after the last peer that it could not connect to.
 _WARNING_S = 60.0
 
 
 class _FatalError(UnexpectedError):
-    """Something failed that cannot be ended by itself: only closing the transport makes the blocks safe to reuse."""
+    """Something failed that cannot be ended by itself: only closing the transport makes the blocks safe to
+    reuse.
+    """
 
 
 @dataclass(frozen=True)
 class _Order:
-    """One step's orders. Later ones wait until these are due, so that orders keep their sequence. Only announcements do not wait.
+    """One step's orders.
+
+    Later ones wait until these are due, so that orders keep their sequence. Only announcements do not wait.
 
     Attributes:
         number: Counts the steps with orders.
         computed: They are due as soon as this is over.
-        begin_anew: Ends every handoff that was ordered before; then there are no other orders. None: there is nothing to end.
+        begin_anew: Ends every handoff that was ordered before; then there are no other orders. None: there is
+            nothing to end.
     """
 
     number: int
@@ -114,12 +121,13 @@ class HandoffDriver:
 
     After `start` it does so in a thread of its own, until `close`, or until the main thread ends.
 
-    Each call to the outside has one owner of its failure, which ends what the call was about: `undocumented` turns every
-    exception into a `KVTransferError`, and the protocol deals with it as with the errors that the call documents. So an
-    unexpected exception ends one load, one offer or one peer. The thread itself ends if that is not enough: if the
-    transport as a whole fails again and again, if a guard cannot be cleared, or if a failure cannot be dealt with. Then
-    peers are shut out, every handoff ends as failed, those of later orders as well, and `failure` says why. The engine goes
-    on without handing over, and nothing waits forever.
+    Each call to the outside has one owner of its failure, which ends what the call was about: `undocumented`
+    turns every exception into a `KVTransferError`, and the protocol deals with it as with the errors that the
+    call documents. So an unexpected exception ends one load, one offer or one peer. The thread itself ends if
+    that is not enough: if the transport as a whole fails again and again, if a guard cannot be cleared, or if
+    a failure cannot be dealt with. Then peers are shut out, every handoff ends as failed, those of later
+    orders as well, and `failure` says why. The engine goes on without handing over, and nothing waits
+    forever.
 
     Args:
         transport: With its pool registered; after `start` only the thread calls it and its endpoint.
@@ -183,7 +191,9 @@ class HandoffDriver:
 
     @property
     def warning(self) -> str:
-        """What kept a handoff from working within the last minute, although this node can hand over; empty if nothing."""
+        """What kept a handoff from working within the last minute, although this node can hand over; empty if
+        nothing.
+        """
         return self._unreachable.warning
 
     @property
@@ -201,26 +211,31 @@ class HandoffDriver:
         """Have one step's orders carried out; return at once.
 
         Args:
-            computed: All that was launched before the orders. Until it has run, the offered blocks may not be written yet,
-                and the blocks that are loaded into may still be in use.
+            computed: All that was launched before the orders. Until it has run, the offered blocks may not be
+                written yet, and the blocks that are loaded into may still be in use.
         """
-        # Before the thread can see the orders: otherwise it could report the end of a load that is not expected yet.
+        # Before the thread can see the orders: otherwise it could report the end of a load that is not
+        # expected yet.
         self.outcomes.expect(orders, _now())
         self._num_submitted += 1
         self._orders.append(_Order(self._num_submitted, orders, computed))
-        # An announcement is carried out before the next message is dealt with, and that is early enough. A thread that woke up
-        # for it would take the interpreter's lock, and often the core, from the step that computes the prompt.
+        # An announcement is carried out before the next message is dealt with, and that is early enough. A
+        # thread that woke up for it would take the interpreter's lock, and often the core, from the step that
+        # computes the prompt.
         if not orders.only_announces():
             self._wake()
-        # The thread sets this before it ends all that is expected. So whichever of the two comes later ends these orders.
+        # The thread sets this before it ends all that is expected. So whichever of the two comes later ends
+        # these orders.
         if self._has_ended.is_set():
             self.outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
 
     def retract(self, request_ids: set[str]) -> None:
-        """End the open offers of requests that lose their blocks. After this no peer accepts bytes of these blocks.
+        """End the open offers of requests that lose their blocks.
 
-        It waits for nothing. The orders of these offers may still wait for the GPU: they are void from now on, and the
-        thread revokes the offers when it comes to that.
+        After this no peer accepts bytes of these blocks.
+
+        It waits for nothing. The orders of these offers may still wait for the GPU: they are void from now
+        on, and the thread revokes the offers when it comes to that.
 
         Raises:
             UnexpectedError: these or earlier guards cannot be cleared. The blocks must not be reused.
@@ -239,11 +254,13 @@ class HandoffDriver:
             )
 
     def begin_anew(self, identity: Identity, why: str, timeout_s: float | None) -> None:
-        """End every handoff and go on as `identity`; see `NodeProtocol.begin_anew`. Orders that were submitted before come first.
+        """End every handoff and go on as `identity`; see `NodeProtocol.begin_anew`.
+
+        Orders that were submitted before come first.
 
         Args:
-            timeout_s: How long to wait for it. Then, when this returns, nothing that was offered before can be read, and no load
-                that was ordered before can succeed. None: not at all.
+            timeout_s: How long to wait for it. Then, when this returns, nothing that was offered before can
+                be read, and no load that was ordered before can succeed. None: not at all.
 
         Raises:
             TransferTimeoutError: the thread has not come to it in time. It will.
@@ -275,7 +292,8 @@ class HandoffDriver:
         """End every handoff, close the transport and wait for the thread. Idempotent.
 
         Raises:
-            TransferTimeoutError: a read could not be stopped in time. The thread still runs, and ends with the read.
+            TransferTimeoutError: a read could not be stopped in time. The thread still runs, and ends with
+                the read.
         """
         self._is_closing.set()
         self._wake()
@@ -284,7 +302,8 @@ class HandoffDriver:
             raise TransferTimeoutError(f"the handoff thread has not ended within {timeout_s} s")
 
     def _wake(self) -> None:
-        # If this fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail because of it.
+        # If this fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail
+        # because of it.
         with survived("cannot wake the handoff thread", self._log):
             self._endpoint.wake()
 
@@ -301,11 +320,13 @@ class HandoffDriver:
             self._transport.close()
         except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread forever
             log_traceback(bug, "cannot close the transport", self._log)
-            # The transport did not confirm that it stopped writing, so the engine must not reuse the blocks of these loads.
+            # The transport did not confirm that it stopped writing, so the engine must not reuse the blocks
+            # of these loads.
             self.outcomes.forget_loads(self.loads_in_transfer)
         finally:
             self._watch.close()
-            # In this order; see `submit`. After the close, because a failed load's blocks may be reused at once.
+            # In this order; see `submit`. After the close, because a failed load's blocks may be reused at
+            # once.
             self._has_ended.set()
             self.outcomes.fail_all(error)
 
@@ -332,7 +353,8 @@ class HandoffDriver:
     def _carry_out_due(self) -> None:
         while True:
             order = self._orders[0] if self._orders else None
-            # After the look at the order: a request that is preempted and offered again has its old offer ended first.
+            # After the look at the order: a request that is preempted and offered again has its old offer
+            # ended first.
             while self._retractions:
                 self._abort(self._retractions.popleft())
             self._announce_waiting()
@@ -345,7 +367,8 @@ class HandoffDriver:
     def _announce_waiting(self) -> None:
         """Announce the offers of orders that still wait for the GPU: an announcement is about no memory.
 
-        Otherwise a claim would be denied for good when it comes to a rank whose GPU is behind that of the rank that answered.
+        Otherwise a claim would be denied for good when it comes to a rank whose GPU is behind that of the
+        rank that answered.
         """
         for order in tuple(self._orders):
             if order.begin_anew is not None:
@@ -353,7 +376,10 @@ class HandoffDriver:
             self._announce(order.orders, order.number)
 
     def _due(self, order: _Order) -> Callable[[], None] | None:
-        """Return what to do about an order now; None if it is not due. Then the thread is woken when it is."""
+        """Return what to do about an order now; None if it is not due.
+
+        Then the thread is woken when it is.
+        """
         try:
             with undocumented("cannot ask whether a step has run", self._log):
                 if order.begin_anew is not None:
@@ -362,7 +388,8 @@ class HandoffDriver:
                     return partial(self._carry_out_step, order.orders, order.number)
         except KVTransferError as error:
             return partial(self._carry_out_step, order.orders, order.number, error)
-        # Not by asking again and again: that would take the interpreter's lock from the step that is being computed.
+        # Not by asking again and again: that would take the interpreter's lock from the step that is being
+        # computed.
         if self._watched is not order:
             self._watched = order
             self._watch.add(order.computed)
@@ -378,7 +405,10 @@ class HandoffDriver:
     # -- orders --------------------------------------------------------------------------------------
 
     def _announce(self, orders: HandoffMetadata, number: int) -> None:
-        """Announce one step's offers, ahead of the rest of its orders. Those that were announced before are left out."""
+        """Announce one step's offers, ahead of the rest of its orders.
+
+        Those that were announced before are left out.
+        """
         if number <= self._num_announced:
             return
         self._num_announced = number
@@ -399,8 +429,9 @@ class HandoffDriver:
 
         Args:
             number: Of the orders; see `OfferGuards`.
-            error: Why it is not known whether the memory is written or free. What is about memory fails then: otherwise
-                offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
+            error: Why it is not known whether the memory is written or free. What is about memory fails then:
+                otherwise offered blocks would be read too early, and blocks that the engine still uses would
+                be loaded into.
         """
         self._number = number
         self._announce(orders, number)
@@ -527,7 +558,9 @@ class HandoffDriver:
     # -- events --------------------------------------------------------------------------------------
 
     def run_once(self, timeout_s: float) -> None:
-        """Wait for events, at most until the next deadline. Then carry out orders, handle the events, and do what is due.
+        """Wait for events, at most until the next deadline.
+
+        Then carry out orders, handle the events, and do what is due.
 
         Raises:
             KVTransferError: the transport or the protocol as a whole has failed too many times in a row.
@@ -542,8 +575,9 @@ class HandoffDriver:
         except KVTransferError as error:
             failure = error
         if not self._is_shutting_down:
-            # A peer can claim only what our engine has answered, and the order for that answer was submitted before the
-            # answer. So orders go before events: no claim ever meets an offer that is not known here yet.
+            # A peer can claim only what our engine has answered, and the order for that answer was submitted
+            # before the answer. So orders go before events: no claim ever meets an offer that is not known
+            # here yet.
             self._carry_out_due()
         for event in (*events, *self._settled_doubts()):
             self._handle(event)
@@ -558,7 +592,9 @@ class HandoffDriver:
         self._judge(failure)
 
     def _judge(self, failure: KVTransferError | None) -> None:
-        """Rest after an iteration that failed as a whole, for which no single peer or load is to blame; give up in the end."""
+        """Rest after an iteration that failed as a whole, for which no single peer or load is to blame; give
+        up in the end.
+        """
         if failure is None:
             self._num_failed_iterations = 0
             return
@@ -600,7 +636,8 @@ class HandoffDriver:
     def _do(self, actions: Iterable[Action]) -> None:
         """Do actions in order, and after them what the protocol wants done because of how they went.
 
-        The order matters: the protocol puts each `ClearGuard` before the `OfferEnded` that lets blocks be reused.
+        The order matters: the protocol puts each `ClearGuard` before the `OfferEnded` that lets blocks be
+        reused.
 
         Raises:
             _FatalError: one of them failed in a way that only the end of the thread makes safe.
@@ -667,7 +704,9 @@ class HandoffDriver:
         return []
 
     def _must(self, what: str, call: Callable[[], T]) -> T:
-        """Make a call without whose success nothing can go on. The call can be repeated, and is repeated once.
+        """Make a call without whose success nothing can go on.
+
+        The call can be repeated, and is repeated once.
 
         Raises:
             _FatalError: it failed twice.
@@ -692,8 +731,9 @@ class HandoffDriver:
         return self._protocol.producer.guard_failed(action.index, "its request lost its blocks")
 
     def _clear_guard(self, index: int) -> None:
-        # The next action lets the engine reuse the blocks under this guard, and while the guard holds, peers accept what
-        # they read there. So this must succeed; if it cannot, the end of the thread keeps the blocks from being reused.
+        # The next action lets the engine reuse the blocks under this guard, and while the guard holds, peers
+        # accept what they read there. So this must succeed; if it cannot, the end of the thread keeps the
+        # blocks from being reused.
         self._must("clearing a guard", partial(self._guards.clear, index))
 
     def _clear_guards(self) -> bool:
@@ -729,7 +769,9 @@ class HandoffDriver:
         return consumer.connecting(connect.address, peer_id, _now())
 
     def _as_foreign(self, address: str, error: KVTransferError) -> KVTransferError:
-        """Return a `ForeignTransportError` if the address is of another transport; otherwise `error`, as for a malformed one."""
+        """Return a `ForeignTransportError` if the address is of another transport; otherwise `error`, as for
+        a malformed one.
+        """
         schemes = [text.partition(":")[0] for text in (address, self.address.address)]
         if not isinstance(error, ConfigurationError) or schemes[0] == schemes[1]:
             return error
@@ -776,9 +818,9 @@ class HandoffDriver:
     def _doubt(self, peer_id: int, error: KVTransferError) -> tuple[int, list[Action]]:
         """Note a read that may have begun although starting it raised, so that its end comes after a while.
 
-        An exception that the transport does not document does not say what the transport did before it raised, and the
-        blocks must not be reused while something may still be copied into them. So the peer is dropped, and the end comes
-        after `_DOUBT_S`.
+        An exception that the transport does not document does not say what the transport did before it
+        raised, and the blocks must not be reused while something may still be copied into them. So the peer
+        is dropped, and the end comes after `_DOUBT_S`.
 
         Returns:
             The read's id, and what is to be done now.
@@ -797,13 +839,15 @@ class HandoffDriver:
         self._doubts.pop(ended.transfer_id, None)
         if ended.transfer_id in self._reads:
             return self._end_read(ended)
-        # A read that began although starting it raised. Its load still waits for `_DOUBT_S`, because this id is not known.
+        # A read that began although starting it raised. Its load still waits for `_DOUBT_S`, because this id
+        # is not known.
         logger.error("the transport ended a transfer that was never started: %d", ended.transfer_id)
         return []
 
     def _end_read(self, ended: TransferEnded) -> list[Action]:
         read, route = self._reads.pop(ended.transfer_id)
-        # Before the protocol hears of it: the protocol may end the load, whose record needs this read's figures.
+        # Before the protocol hears of it: the protocol may end the load, whose record needs this read's
+        # figures.
         with survived("cannot record a read", self._log):
             self.outcomes.read_ended(read, ended, route, _now())
             if self._trace is not None:
@@ -814,7 +858,8 @@ class HandoffDriver:
                 return consumer.read_ended(read, ended.error, _now())
         except KVTransferError as bug:
             error = bug
-        # The second call raises `KVTransferStateError` if the bug came after the protocol had noted the end of the read.
+        # The second call raises `KVTransferStateError` if the bug came after the protocol had noted the end
+        # of the read.
         with suppress(KVTransferStateError):
             self._do(consumer.read_ended(read, error, _now()))
         self._fail_load(read.request_id, None, error)
@@ -826,7 +871,8 @@ class HandoffDriver:
         """End a load that met a bug. If something writes into its blocks, its end is reported after that.
 
         Args:
-            blocks: What it was to fill, if it has not begun; None if the protocol knows, or its order is yet to come.
+            blocks: What it was to fill, if it has not begun; None if the protocol knows, or its order is yet
+                to come.
         """
         # First, because the drop may end the load, and `_end_load` takes the error from here.
         self._bugs[request_id] = error
@@ -846,9 +892,11 @@ class HandoffDriver:
         if isinstance(ended.error, RendezvousError):
             self.outcomes.count("rendezvous_failures_total")
         if ended.outcome == "failed":
-            # If the peer is on another transport, no request can succeed, and `_Unreachable` has warned once for all.
+            # If the peer is on another transport, no request can succeed, and `_Unreachable` has warned once
+            # for all.
             level = logging.DEBUG if isinstance(ended.error, ForeignTransportError) else logging.WARNING
-            # As text: a log record that lives on must not keep the error's frames alive, and with them the pool.
+            # As text: a log record that lives on must not keep the error's frames alive, and with them the
+            # pool.
             about = {"request_id": ended.request_id}
             logger.log(
                 level, "load of request %r failed: %s", ended.request_id, str(ended.error), extra=about
@@ -862,7 +910,9 @@ class HandoffDriver:
 
 
 class _Unreachable:
-    """Warns about peers that listen on another transport than this node: once, because no request to them can succeed."""
+    """Warns about peers that listen on another transport than this node: once, because no request to them can
+    succeed.
+    """
 
     #: Schemes that have a log line of their own. The number is bounded, because anyone can invent schemes.
     _MAX_SCHEMES = 8

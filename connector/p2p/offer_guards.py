@@ -1,8 +1,8 @@
 """The guards of this node's offers, which the engine can take back at any moment.
 
-The handoff thread sets and clears guards as the protocol says. It can be late: orders wait for the GPU, and a peer's
-message may be under way. A request that is preempted loses its blocks before the engine's next step writes, and the step
-must not wait for any of this. So the engine's thread clears the guard itself.
+The handoff thread sets and clears guards as the protocol says. It can be late: orders wait for the GPU, and a
+peer's message may be under way. A request that is preempted loses its blocks before the engine's next step
+writes, and the step must not wait for any of this. So the engine's thread clears the guard itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class OfferGuards:
         """Make a guard hold `value` for the offer of a request, on behalf of order `number`.
 
         Returns:
-            False if the request has lost its blocks since the order was submitted. Then the guard stays clear.
+            False if the request has lost its blocks since the order was submitted. Then the guard stays
+            clear.
         """
-        # One step with `retract`: a guard that is set after the engine has cleared it would let peers accept what the next
-        # step writes. A grant may be in flight before or after; a peer that reads by it finds the guard cleared.
+        # One step with `retract`: a guard that is set after the engine has cleared it would let peers accept
+        # what the next step writes. A grant may be in flight before or after; a peer that reads by it finds
+        # the guard cleared.
         with self._lock:
             if self._is_void(request_id, number):
                 return False
@@ -80,7 +82,8 @@ class OfferGuards:
     def retract(self, request_ids: Iterable[str], last: int) -> None:
         """Clear the guards of these requests' offers, and keep orders up to `last` from setting them.
 
-        An exception of the table goes through; then call it again, or take it that peers accept what these blocks contain.
+        An exception of the table goes through; then call it again, or take it that peers accept what these
+        blocks contain.
         """
         wanted = set(request_ids)
         with self._lock:
@@ -89,5 +92,6 @@ class OfferGuards:
             for index, request_id in tuple(self._request_of.items()):
                 if request_id in wanted:
                     self._table.clear(index)
-                    # The word stays this offer's until the protocol has ended it, so no other offer is harmed.
+                    # The word stays this offer's until the protocol has ended it, so no other offer is
+                    # harmed.
                     del self._request_of[index]

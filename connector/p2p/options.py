@@ -30,10 +30,11 @@ class ConnectorOptions:
         address: Where to listen, in the transport's own form; empty lets the transport choose.
         transport: Scheme of the transport that carries the bytes, e.g. `"shm"`.
         transport_options: The transport's own options; it refuses those that it does not know.
-        trace: Keep the spans of each handoff (offers, claims, grants, loads, reads) among the connector's stats, for
-            `kvferry explain`. Costs a few microseconds per message.
-        weights_by_name: Inside vLLM, a model of which no file is on this machine is compared with those of peers by its name.
-            Otherwise it needs a commit as its revision. Set it only if all nodes surely load the same weights.
+        trace: Keep the spans of each handoff (offers, claims, grants, loads, reads) among the connector's
+            stats, for `kvferry explain`. Costs a few microseconds per message.
+        weights_by_name: Inside vLLM, a model of which no file is on this machine is compared with those of
+            peers by its name. Otherwise it needs a commit as its revision. Set it only if all nodes surely
+            load the same weights.
         handoff: Deadlines and bounds. A user writes each beside the other options, e.g. `{"lease_s": 10}`.
 
     Raises:
@@ -56,8 +57,8 @@ class ConnectorOptions:
         """Parse what a user wrote.
 
         Args:
-            scheme: Of a connector that stands for one transport: the option `transport` may be left out, and may not name
-                another one. Empty: the user chooses.
+            scheme: Of a connector that stands for one transport: the option `transport` may be left out, and
+                may not name another one. Empty: the user chooses.
 
         Raises:
             ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.

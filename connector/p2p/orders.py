@@ -1,10 +1,11 @@
 """The orders of the scheduler half for one step, and the address that a worker half sends it.
 
-They travel as they were collected: a record per request, whose attributes stand in the order in which a request goes through
-them. The worker halves of all ranks get the same orders.
+They travel as they were collected: a record per request, whose attributes stand in the order in which a
+request goes through them. The worker halves of all ranks get the same orders.
 
-What must never break: the handoff thread carries orders out in this sequence, announcements first, and before any message of
-a peer that was sent after the engine's answer. So no claim meets an offer that is not known yet, and an id that is used again means the later request.
+What must never break: the handoff thread carries orders out in this sequence, announcements first, and before
+any message of a peer that was sent after the engine's answer. So no claim meets an offer that is not known
+yet, and an id that is used again means the later request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Announcement:
 
     Attributes:
         lease: The offer's number.
-        name: The router's name of a rendezvous, by which consumers claim; empty: they claim by the request's id.
+        name: The router's name of a rendezvous, by which consumers claim; empty: they claim by the request's
+            id.
         num_loads: Loads after which the offer is over.
     """
 
@@ -85,19 +87,24 @@ class ExtendOrder:
 
 @dataclass
 class RequestOrders:
-    """What the worker halves do about one request in a step, in the order of the attributes. None: nothing of that kind.
+    """What the worker halves do about one request in a step, in the order of the attributes.
+
+    None: nothing of that kind.
 
     The scheduler half adds to it until it is sent; from then on it does not change.
 
     Attributes:
-        traceparent: The `traceparent` of the node's span of the request, if the request has arrived in this step and is traced.
+        traceparent: The `traceparent` of the node's span of the request, if the request has arrived in this
+            step and is traced.
         announcement: An offer will be made: the request has arrived.
         offer: Hold its blocks for a consumer, or let one read them.
         extension: What has been computed of the open offer since.
-        completion: Its prompt is computed and the request has finished: the open offer's block tables. The blocks are held from
-            now on.
-        withdrawal: Lease number of the announced offer, which will not be made: the request ended, or lost its blocks.
-        abort: End the open offer, whose request has ended otherwise. The blocks are held until no peer reads them.
+        completion: Its prompt is computed and the request has finished: the open offer's block tables. The
+            blocks are held from now on.
+        withdrawal: Lease number of the announced offer, which will not be made: the request ended, or lost
+            its blocks.
+        abort: End the open offer, whose request has ended otherwise. The blocks are held until no peer reads
+            them.
         claim: An offer of another node, to claim before there are blocks to read it into.
         load: Per group, local blocks to read the claimed offer into.
         drop: The claim is no longer needed.
@@ -120,7 +127,9 @@ class RequestOrders:
         return self.announcement is None and self.only_announces()
 
     def only_announces(self) -> bool:
-        """Say whether nothing but the announcement is to be done, which changes nothing until a peer claims."""
+        """Say whether nothing but the announcement is to be done, which changes nothing until a peer
+        claims.
+        """
         return self == RequestOrders(self.request_id, self.traceparent, self.announcement)
 
 
@@ -129,10 +138,12 @@ class HandoffMetadata(KVConnectorMetadata):
     """One step's orders.
 
     Attributes:
-        requests: By request, in the order in which they were given. A request id that was used again comes twice.
-        releases: Offers that no consumer will load: the request, or the name of a rendezvous, and the lease number. An offer
-            that a consumer has claimed continues. They come after all others.
-        counts: What the scheduler half has counted, by its key in `stats.COUNTERS`. One rank adds it to its stats.
+        requests: By request, in the order in which they were given. A request id that was used again comes
+            twice.
+        releases: Offers that no consumer will load: the request, or the name of a rendezvous, and the lease
+            number. An offer that a consumer has claimed continues. They come after all others.
+        counts: What the scheduler half has counted, by its key in `stats.COUNTERS`. One rank adds it to its
+            stats.
     """
 
     requests: tuple[RequestOrders, ...] = ()

@@ -1,7 +1,7 @@
 """What became of each handoff: the handoff thread puts it here, and the engine thread takes it.
 
-In come what the orders expect, the ends of offers and loads, and the reads of each load. Out go one report per step
-(`KVConnectorOutput`) and the figures about it.
+In come what the orders expect, the ends of offers and loads, and the reads of each load. Out go one report
+per step (`KVConnectorOutput`) and the figures about it.
 
 What must never break: each end that is owed is reported once, and none that is not owed.
 """
@@ -24,7 +24,10 @@ from .orders import HandoffMetadata, OfferOrder
 
 
 class OfferEnd(Enum):
-    """Whether the end of an offer of this rank is owed to the engine. An end that is owed is reported and forgotten."""
+    """Whether the end of an offer of this rank is owed to the engine.
+
+    An end that is owed is reported and forgotten.
+    """
 
     #: The request is still computed, so it keeps its blocks whatever becomes of the offer.
     NOT_OWED = "not owed"
@@ -112,12 +115,15 @@ class Outcomes:
                     del self._offers[request_id]
                 if state is OfferEnd.NOT_OWED:
                     taken.add(request_id)
-            # Each of them still ends once, and that end must not be taken for the end of the request's next offer.
+            # Each of them still ends once, and that end must not be taken for the end of the request's next
+            # offer.
             self._retracted.update(taken)
         return taken
 
     def offer_completed(self, request_id: str, now: float) -> None:
-        """Note that the producer has computed all of the offer: from now on, the rest of the load is not hidden."""
+        """Note that the producer has computed all of the offer: from now on, the rest of the load is not
+        hidden.
+        """
         with self._lock:
             if (load := self._loads.get(request_id)) is not None:
                 load.exposed_since = now
@@ -154,7 +160,9 @@ class Outcomes:
                 self._end_load(ended, load.exposed_since)
 
     def forget_offers(self) -> None:
-        """Never report the offers that are owed an end: peers may go on reading their blocks, which stay held."""
+        """Never report the offers that are owed an end: peers may go on reading their blocks, which stay
+        held.
+        """
         with self._lock:
             self._offers = {
                 request_id: state for request_id, state in self._offers.items() if state is not OfferEnd.OWED
@@ -176,14 +184,18 @@ class Outcomes:
         self._stats.keep_span(span)
 
     def wait(self, timeout_s: float) -> None:
-        """Return as soon as there is something to report, or after `timeout_s`; at once if nothing is owed an end."""
+        """Return as soon as there is something to report, or after `timeout_s`; at once if nothing is owed an
+        end.
+        """
         with self._lock:
             if self._offers or self._loads:
                 report = self._report
                 self._has_news.wait_for(lambda: report.finished_sending or report.finished_recving, timeout_s)
 
     def take_report(self) -> KVConnectorOutput:
-        """Take what ended since the last call; `invalid_block_ids` and `load_errors` belong to `finished_recving`."""
+        """Take what ended since the last call; `invalid_block_ids` and `load_errors` belong to
+        `finished_recving`.
+        """
         with self._lock:
             report, self._report = self._report, KVConnectorOutput()
             return report
@@ -206,7 +218,8 @@ class Outcomes:
                 self._report.finished_sending.add(ended.request_id)
                 self._has_news.notify_all()
             case OfferEnd.NOT_OWED:
-                # The scheduler half takes an end as leave to free the blocks, but the request still computes with them.
+                # The scheduler half takes an end as leave to free the blocks, but the request still computes
+                # with them.
                 self._offers[ended.request_id] = OfferEnd.KEPT
 
     def _request_finished(self, request_id: str) -> None:

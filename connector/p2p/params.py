@@ -1,45 +1,54 @@
 """`kv_transfer_params`: what a router carries from the producer's answer to the consumer's request.
 
-A router sends `{"do_remote_decode": true}` to a prefill node. The node answers with the params that `offer_params` makes, and the router
-passes those to a decode node unchanged. If no decode node can load the offer, the router sends it back to the prefill node
-with `"do_remote_prefill": false, "do_release": true`, and the blocks become free at once. The names are vLLM's where vLLM
-has one.
+A router sends `{"do_remote_decode": true}` to a prefill node. The node answers with the params that
+`offer_params` makes, and the router passes those to a decode node unchanged. If no decode node can load the
+offer, the router sends it back to the prefill node with `"do_remote_prefill": false, "do_release": true`, and
+the blocks become free at once. The names are vLLM's where vLLM has one.
 
-An offer can be loaded once. With `"num_loads": N` beside `"do_remote_decode": true` it can be loaded N times, by different nodes or by
-the same one: several answers to one prompt may then be given at several nodes. It ends after the last of them. A router that has sent it to
-all that need it sends it back as above: what has not begun by then is not waited for.
+An offer can be loaded once. With `"num_loads": N` beside `"do_remote_decode": true` it can be loaded N times,
+by different nodes or by the same one: several answers to one prompt may then be given at several nodes. It
+ends after the last of them. A router that has sent it to all that need it sends it back as above: what has
+not begun by then is not waited for.
 
 `"describe": true` asks a node what it is. Its answer's params have its `kv_role`, `load_failure_policy` and
-`protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of which that is the
-digest. If the prompt for a decode node ends with tokens of the answer, the router sends the digest of the node that chose them, as
-`"continues": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
-`"explain": ID` asks a node inside vLLM when it did what for the request with this id; its answer's params have `spans`.
+`protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of
+which that is the digest. If the prompt for a decode node ends with tokens of the answer, the router sends the
+digest of the node that chose them, as `"continues": {"model": DIGEST}`. A node with another digest refuses to
+continue the answer, whatever its load failure policy. `"explain": ID` asks a node inside vLLM when it did
+what for the request with this id; its answer's params have `spans`.
 
-A router that hangs up on a prefill node does not know whether the node has made the offer, nor what it is. So it may send
-`"release_as": NAME` with `"do_remote_decode": true`, where NAME is 32 hexadecimal digits that nothing can guess. Another request with
-`"do_release": true` and the same name releases the offer, or what would become it.
+A router that hangs up on a prefill node does not know whether the node has made the offer, nor what it is. So
+it may send `"release_as": NAME` with `"do_remote_decode": true`, where NAME is 32 hexadecimal digits that
+nothing can guess. Another request with `"do_release": true` and the same name releases the offer, or what
+would become it.
 
-A router may have a running answer *moved*: it sends the request with `"continues": {..., "move_as": NAME}`, where NAME is 32
-hexadecimal digits that nothing can guess, and later another request to the same node, with `"move": NAME`. The node then stops the
-answer after its next token, offers the cache of prompt and answer, and says so at the end of the stream: a reference node by the
-`finish_reason` `"moved"` and the params of the offer, a node inside vLLM by the `finish_reason` `"length"` with a `stop_reason`
-that begins with `kvferry moved` and ends with these params. A client's own stop text gives the `finish_reason` `"stop"`. The router sends them to the node that goes on. If there is no such request any more, nothing happens.
+A router may have a running answer *moved*: it sends the request with `"continues": {..., "move_as": NAME}`,
+where NAME is 32 hexadecimal digits that nothing can guess, and later another request to the same node, with
+`"move": NAME`. The node then stops the answer after its next token, offers the cache of prompt and answer,
+and says so at the end of the stream: a reference node by the `finish_reason` `"moved"` and the params of the
+offer, a node inside vLLM by the `finish_reason` `"length"` with a `stop_reason` that begins with `kvferry
+moved` and ends with these params. A client's own stop text gives the `finish_reason` `"stop"`. The router
+sends them to the node that goes on. If there is no such request any more, nothing happens.
 
-Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked strictly, because any
-client can write them, and what is malformed is refused by its name, before anything is claimed or offered.
+Keys that are not ours are ignored, because proxies add some. What must never break: ours are checked
+strictly, because any client can write them, and what is malformed is refused by its name, before anything is
+claimed or offered.
 
-A node that publishes the events of its prefix cache with ZeroMQ adds `"kv_events": {"port": 5557, "replay_port": 0, "topic": "",
-"models": [NAME]}` to its description; `replay_port` is 0 if it sends no batch again, and `models` are the names of its own model.
+A node that publishes the events of its prefix cache with ZeroMQ adds `"kv_events": {"port": 5557,
+"replay_port": 0, "topic": "", "models": [NAME]}` to its description; `replay_port` is 0 if it sends no batch
+again, and `models` are the names of its own model.
 
-In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
-it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `rendezvous_params` makes to the
-decode node. A prefill node that can do this says so in its description and in each answer, by `"rendezvous_supported": true`, and
-where it can be reached.
+In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can
+guess, and sends it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what
+`rendezvous_params` makes to the decode node. A prefill node that can do this says so in its description and
+in each answer, by `"rendezvous_supported": true`, and where it can be reached.
 
-The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router reaches without
-HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not fail a request.
+The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router
+reaches without HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not
+fail a request.
 
-Numbers of 64 bits travel as hexadecimal strings: proxies that keep JSON's numbers as floating point would round them.
+Numbers of 64 bits travel as hexadecimal strings: proxies that keep JSON's numbers as floating point would
+round them.
 """
 
 from __future__ import annotations
@@ -74,7 +83,8 @@ RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
 RELEASE_AS = "release_as"
 #: Key of the digest of what decides a node's answers, and of the fields that it was made from.
 IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
-#: Of these fields, a server's limits on an answer's tokens: where the request has none, and in any case. 0: none.
+#: Of these fields, a server's limits on an answer's tokens: where the request has none, and in any case. 0:
+#: none.
 DEFAULT_MAX_TOKENS, MOST_TOKENS = "default_max_tokens", "most_tokens"
 #: Key of the tokens of an answer, after which a decode node is to continue.
 CONTINUES = "continues"
@@ -82,13 +92,15 @@ CONTINUES = "continues"
 MOVE_AS, MOVE = "move_as", "move"
 #: `finish_reason` of an answer that its node has stopped, for another one to go on with.
 MOVED: Final = "moved"
-#: Inside vLLM such an answer's `stop_reason` begins with this. The offer's params follow, as JSON; null: there is no offer.
+#: Inside vLLM such an answer's `stop_reason` begins with this. The offer's params follow, as JSON; null:
+#: there is no offer.
 STOPPED_TO_MOVE = "kvferry moved the answer: "
 #: The `stop_reason` of vLLM's answer begins with this if the node refused to continue another node's answer.
 REFUSED_TO_CONTINUE = "kvferry refused to continue: "
 #: Key of where a node publishes what its prefix cache stores and removes, in its description.
 KV_EVENTS = "kv_events"
-#: A key of the answer of a vLLM node whose load has failed, and which computed the prompt itself: why. Text for people.
+#: A key of the answer of a vLLM node whose load has failed, and which computed the prompt itself: why. Text
+#: for people.
 LOAD_ERROR = "load_error"
 #: Key of a request whose spans a vLLM node is to tell, and of these spans in the params of the answer.
 EXPLAIN, SPANS = "explain", "spans"
@@ -118,7 +130,9 @@ def _rendezvous_name(value: object) -> str:
 
 
 def _beginning(value: object) -> tuple[str, str]:
-    """Read the identity of the nodes whose answer it is, and the name by which it can be moved; empty: it cannot be."""
+    """Read the identity of the nodes whose answer it is, and the name by which it can be moved; empty: it
+    cannot be.
+    """
     if not isinstance(value, Mapping):
         refuse("an object", value)
     name = value.get(MOVE_AS)
@@ -228,18 +242,19 @@ class TransferWish:
 
     Attributes:
         offer_result: Offer the prompt's blocks to another node when the request has finished.
-        load_from: The offer to load the prompt's blocks from; None to compute them here. In a rendezvous its number of tokens
-            is 0: the prompt decides.
+        load_from: The offer to load the prompt's blocks from; None to compute them here. In a rendezvous its
+            number of tokens is 0: the prompt decides.
         num_loads: Loads after which the offered result is over.
         release: An offer of this node that no further consumer will claim.
         release_named: The same by the name that its request had as `release_as`; empty: none.
         release_as: The name by which a router may release the offered result; empty: none.
-        rendezvous: The name under which to offer the result, while the prompt is still being computed where that is possible;
-            empty: the node names the offer.
+        rendezvous: The name under which to offer the result, while the prompt is still being computed where
+            that is possible; empty: the node names the offer.
         describe: Describe the node in the params of the answer.
-        explain: The request whose spans are to be told in the params of this one, if the engine is vLLM; empty: none.
-        continues: The prompt may end with the beginning of an answer, which must be that of a node with this identity. Empty:
-            the identity does not matter.
+        explain: The request whose spans are to be told in the params of this one, if the engine is vLLM;
+            empty: none.
+        continues: The prompt may end with the beginning of an answer, which must be that of a node with this
+            identity. Empty: the identity does not matter.
         move_as: The name by which a router may have the answer moved to another node; empty: it may not.
         move: The name of the answer that is to be moved; empty: none.
     """
@@ -259,7 +274,10 @@ class TransferWish:
 
 
 def rendezvous_lease(name: str) -> int:
-    """Return the lease number that both nodes of a rendezvous derive from its name. It is no guard's value."""
+    """Return the lease number that both nodes of a rendezvous derive from its name.
+
+    It is no guard's value.
+    """
     return (int(name[:16], 16) & MAX_LEASE) or 1
 
 
@@ -317,7 +335,8 @@ def offer_params(offer: RemoteOffer, traceparent: str = "") -> dict[str, Any]:
     """Return what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back.
 
     Args:
-        traceparent: Of the producer's request, so that the consumer's spans join its trace under a router without traces.
+        traceparent: Of the producer's request, so that the consumer's spans join its trace under a router
+            without traces.
     """
     return {
         **({TRACEPARENT: traceparent} if traceparent else {}),
@@ -357,7 +376,8 @@ def rendezvous_params(name: str, told: Mapping[str, Any]) -> dict[str, Any] | No
 
     Args:
         name: Of the rendezvous; see `draw_offer_name`.
-        told: The params of an answer of the prefill node, or its description: either says where it can be reached.
+        told: The params of an answer of the prefill node, or its description: either says where it can be
+            reached.
 
     Returns:
         The params; None if the node does not say that it can do this.

@@ -58,13 +58,15 @@ def describe_caches(
     Args:
         kv_caches: Layer → its cache in logical order; see `KVConnectorBase.register_kv_caches`.
         arenas: Memory that the transport allocated; a cache elsewhere is served as foreign memory.
-        host_fields: What else must be equal on a peer and only the engine knows, e.g. how its kernels pack a page.
-        draft_fields: The same for the layers of a draft model, which are handed over only between nodes where it is equal.
+        host_fields: What else must be equal on a peer and only the engine knows, e.g. how its kernels pack a
+            page.
+        draft_fields: The same for the layers of a draft model, which are handed over only between nodes where
+            it is equal.
         is_packed: Where tokens are inside a head's share of a page, only those kernels know.
 
     Raises:
-        ConfigurationError: there is no cache, one is on a device that nothing serves, or one does not fit `kv_cache_config` or the
-            model's number of heads.
+        ConfigurationError: there is no cache, one is on a device that nothing serves, or one does not fit
+            `kv_cache_config` or the model's number of heads.
     """
     specs = _specs_by_layer(kv_cache_config)
     caches = _caches_of(specs, kv_caches)
@@ -82,7 +84,8 @@ def describe_caches(
         for name, cache in caches.items()
     )
     layout = KVLayout(kv_cache_config.num_blocks, pool.num_bytes, layers)
-    # Draft layers are no part of the fields: a peer need not have them, and their names say what must be equal.
+    # Draft layers are no part of the fields: a peer need not have them, and their names say what must be
+    # equal.
     used = [spec for name, (_, spec) in specs.items() if name not in drafts]
     targets = [cache for name, cache in caches.items() if name not in drafts]
     cache_dtypes = _joined(map(_dtype_name, targets))
@@ -91,7 +94,9 @@ def describe_caches(
 
 
 def layout_name(layout: KVLayout) -> str:
-    """Return `"uniform"` if each block is one run of bytes over all layers of its group, otherwise `"per-layer"`."""
+    """Return `"uniform"` if each block is one run of bytes over all layers of its group, otherwise
+    `"per-layer"`.
+    """
     for group_index in {layer.group_index for layer in layout.layers}:
         pages = {
             (layer.base_offset + offset, num_bytes)
@@ -161,9 +166,9 @@ def _layer_layout(
 def _shard(spec: KVCacheSpec, config: EngineConfig, *, is_draft: bool = False) -> Shard:
     """Say which heads, or which part of a state, this rank keeps.
 
-    If the model has fewer heads than ranks, several ranks keep the same head. The spec does not say so; `num_kv_heads` of the
-    model does. If it is not set, each rank counts as having heads of its own, so it fits only the rank of the same number
-    on a node with the same number of ranks.
+    If the model has fewer heads than ranks, several ranks keep the same head. The spec does not say so;
+    `num_kv_heads` of the model does. If it is not set, each rank counts as having heads of its own, so it
+    fits only the rank of the same number on a node with the same number of ranks.
 
     Raises:
         ConfigurationError: this rank's number of heads does not fit the model's number of heads.
@@ -189,7 +194,9 @@ def _shard(spec: KVCacheSpec, config: EngineConfig, *, is_draft: bool = False) -
 
 
 def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int, *, is_packed: bool) -> SlotArray | None:
-    """Say where each token's vectors lie, or each head's share of a page; None if the cache does not have a known shape."""
+    """Say where each token's vectors lie, or each head's share of a page; None if the cache does not have a
+    known shape.
+    """
     if not isinstance(spec, AttentionSpec):
         return None
     shape, strides = tuple(cache.shape), cache.stride()
@@ -238,7 +245,9 @@ def _fields(
     num_layers: int,
     cache_dtypes: str,
 ) -> dict[str, str | int]:
-    """Collect what layouts do not say, and what an error should report for the whole model rather than for one layer."""
+    """Collect what layouts do not say, and what an error should report for the whole model rather than for
+    one layer.
+    """
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     identity = config.model.identity
     return {
@@ -260,7 +269,9 @@ def _fields(
 
 
 def _joined(values: Iterable[object]) -> str:
-    """Join the distinct values, in the order of their first appearance: `"16"`, or `"16, 32"` for a mixed model."""
+    """Join the distinct values, in the order of their first appearance: `"16"`, or `"16, 32"` for a mixed
+    model.
+    """
     return ", ".join(dict.fromkeys(str(value) for value in values))
 
 

@@ -1,10 +1,11 @@
 """The scheduler half of a handoff: which requests are announced, offered, claimed, loaded or dropped.
 
-In come the engine's calls about its requests, on the engine's thread, and the ends that the worker halves report. Out go the
-orders of each step (`HandoffMetadata`), and the params of a finished request, which a router carries to the other node.
+In come the engine's calls about its requests, on the engine's thread, and the ends that the worker halves
+report. Out go the orders of each step (`HandoffMetadata`), and the params of a finished request, which a
+router carries to the other node.
 
-What must never break: a request's blocks stay its own while a peer may read them or a load may write into them, which is until
-the end of the offer or load was reported.
+What must never break: a request's blocks stay its own while a peer may read them or a load may write into
+them, which is until the end of the offer or load was reported.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-#: The states that may follow each state. A request that loads and then offers goes through both halves of the list.
+#: The states that may follow each state. A request that loads and then offers goes through both halves of the
+#: list.
 _NEXT: Mapping[RequestState, tuple[RequestState, ...]] = {
     RequestState.CLAIMED: (RequestState.LOADING, RequestState.ANNOUNCED, RequestState.ENDED),
     RequestState.LOADING: (RequestState.DRAINING, RequestState.ANNOUNCED, RequestState.ENDED),
@@ -87,10 +89,13 @@ class _OwnOffer:
     """The offer that a request is to make.
 
     Attributes:
-        lease: Its number, drawn when the request arrived; in a rendezvous, part of the name that the router drew.
+        lease: Its number, drawn when the request arrived; in a rendezvous, part of the name that the router
+            drew.
         content: Digest of the prompt; that of prompt and answer is not known before the request ends.
-        name: Of a rendezvous; empty: it is none. Only an offer with a name may be opened while the prompt is still computed.
-        guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
+        name: Of a rendezvous; empty: it is none. Only an offer with a name may be opened while the prompt is
+            still computed.
+        guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used
+            again. 0: the lease.
         num_loads: Loads after which it is over.
         release_as: The name by which the router may release it; empty: none.
         is_released: The router has done so before it was made, so it is not made any more.
@@ -109,7 +114,9 @@ class _OwnOffer:
 
 @dataclass(repr=False)
 class _Request:
-    """One request that loads, offers, or does both in this order. Only `HandoffScheduler._move` changes its state.
+    """One request that loads, offers, or does both in this order.
+
+    Only `HandoffScheduler._move` changes its state.
 
     Attributes:
         claim: The offer that it loads, if it does.
@@ -134,21 +141,22 @@ class _Request:
 class HandoffScheduler(SchedulerHalf):
     """Decide about each request.
 
-    A request id stands for one request until its handoff is over: it is refused while the worker halves still owe a
-    report about its offer or its load.
+    A request id stands for one request until its handoff is over: it is refused while the worker halves still
+    owe a report about its offer or its load.
 
-    If a request asks for an offer, its lease number is drawn when the request arrives, and the worker halves learn the
-    number in the next step. So a consumer may claim before the offer is made: it then waits for as long as the request is
-    known.
+    If a request asks for an offer, its lease number is drawn when the request arrives, and the worker halves
+    learn the number in the next step. So a consumer may claim before the offer is made: it then waits for as
+    long as the request is known.
 
-    If a request has an offer to load, the offer is claimed when the request arrives, so that the handshake is done and
-    the lease is renewed while the request is queued. The offer is loaded when the request's blocks are allocated. The
-    claim is dropped if the blocks turn out to be in the prefix cache, or if the request ends. A request loads at most
-    once: if the load fails, the engine computes the prompt.
+    If a request has an offer to load, the offer is claimed when the request arrives, so that the handshake is
+    done and the lease is renewed while the request is queued. The offer is loaded when the request's blocks
+    are allocated. The claim is dropped if the blocks turn out to be in the prefix cache, or if the request
+    ends. A request loads at most once: if the load fails, the engine computes the prompt.
 
-    A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers a prompt only
-    if nothing was computed after it, and loads an offer only if it ends before the prompt's last token, which every
-    engine computes itself. The producer must therefore be given the prompt without that token.
+    A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers a
+    prompt only if nothing was computed after it, and loads an offer only if it ends before the prompt's last
+    token, which every engine computes itself. The producer must therefore be given the prompt without that
+    token.
     """
 
     def __init__(self, config: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -162,7 +170,8 @@ class HandoffScheduler(SchedulerHalf):
         self._workers: tuple[WorkerAddress, ...] = ()
         self._numbers = GuardNumbers()
         self._requests: dict[str, _Request] = {}
-        # Requests with orders. A list of its own: most requests of a busy node wait, and have none in a given step.
+        # Requests with orders. A list of its own: most requests of a busy node wait, and have none in a given
+        # step.
         self._unsent: list[_Request] = []
         # They name an offer by its number, and not always a request that is known here.
         self._releases: list[tuple[str, int]] = []
@@ -175,7 +184,9 @@ class HandoffScheduler(SchedulerHalf):
 
     @property
     def offers_state(self) -> bool:
-        """Whether this node offers recurrent states, so that a prompt to offer must come without its last token."""
+        """Whether this node offers recurrent states, so that a prompt to offer must come without its last
+        token.
+        """
         return self._has_state and self._config.is_kv_producer
 
     @property
@@ -215,8 +226,8 @@ class HandoffScheduler(SchedulerHalf):
             RendezvousError: another request has used this name of a rendezvous.
         """
         request_id = request.request_id
-        # Whether the node may continue another one's answer, stops one of its own, or explains a request, is its host's concern,
-        # and no handoff.
+        # Whether the node may continue another one's answer, stops one of its own, or explains a request, is
+        # its host's concern, and no handoff.
         asked = parse_transfer_params(request.kv_transfer_params)
         asked = replace(asked, continues="", move_as="", move="", explain="")
         wish = self._within_role(request_id, asked)
@@ -239,8 +250,8 @@ class HandoffScheduler(SchedulerHalf):
             return
         claim = offer = None
         if wish.load_from is not None:
-            # The worker halves compare this digest with the producer's grant. So an offer of another prompt is claimed
-            # as well, and the claim releases it as soon as the difference is found.
+            # The worker halves compare this digest with the producer's grant. So an offer of another prompt
+            # is claimed as well, and the claim releases it as soon as the difference is found.
             num_tokens = wish.load_from.num_tokens
             if wish.load_from.is_rendezvous:
                 # A state cannot be cut back, so its producer gets the prompt without the last token.
@@ -281,7 +292,8 @@ class HandoffScheduler(SchedulerHalf):
             )
             return 0, False
         num_missing = self._num_loadable_tokens(request, record.claim) - num_computed_tokens
-        # A consumer computes the last token itself, to get its logits. So a load of that token alone is not worth it.
+        # A consumer computes the last token itself, to get its logits. So a load of that token alone is not
+        # worth it.
         if num_missing <= 0 or num_known - num_computed_tokens <= 1:
             return 0, False
         return num_missing, True
@@ -308,7 +320,8 @@ class HandoffScheduler(SchedulerHalf):
     def request_progressed(self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """Open the offer of a rendezvous with what is computed so far, or extend it.
 
-        Its consumer has claimed, or will, by the name. A request that loses its blocks after that is not offered a second time: its consumer knows of the first offer only.
+        Its consumer has claimed, or will, by the name. A request that loses its blocks after that is not
+        offered a second time: its consumer knows of the first offer only.
 
         Raises:
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
@@ -334,7 +347,9 @@ class HandoffScheduler(SchedulerHalf):
         self._move(record, RequestState.OPEN)
 
     def request_stopping(self, request: ConnectorRequest) -> None:
-        """Announce an offer of prompt and answer: the node that goes on may claim it before the worker halves get the offer."""
+        """Announce an offer of prompt and answer: the node that goes on may claim it before the worker halves
+        get the offer.
+        """
         if request.request_id in self._requests:
             return  # it is in the middle of another handoff
         own = _OwnOffer(self._numbers.draw(), "", is_answer=True)
@@ -345,22 +360,26 @@ class HandoffScheduler(SchedulerHalf):
         orders.traceparent, orders.announcement = traceparent, Announcement(own.lease)
 
     def end_offers(self) -> None:
-        """End the offers that no worker half knows of yet. The worker halves end the others by themselves (`begin_anew`)."""
+        """End the offers that no worker half knows of yet.
+
+        The worker halves end the others by themselves (`begin_anew`).
+        """
         for record in tuple(self._unsent):
             orders = self._order(record)
             if record.state is RequestState.OPEN and orders.offer is not None:
                 self._take_back_open(record)
             elif record.state is RequestState.OFFERED:
-                # The blocks are held until the worker halves report an end, so the offer is ordered all the same.
+                # The blocks are held until the worker halves report an end, so the offer is ordered all the
+                # same.
                 orders.abort, orders.completion = True, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput | None = None) -> HandoffMetadata:
         """Take the orders that were collected since the last step.
 
         Args:
-            scheduler_output: Names the requests that lost their blocks; None if none did. The worker halves end
-                those of their open offers that they know of. An open order that was not sent yet is withdrawn
-                here, and claims of that offer are denied.
+            scheduler_output: Names the requests that lost their blocks; None if none did. The worker halves
+                end those of their open offers that they know of. An open order that was not sent yet is
+                withdrawn here, and claims of that offer are denied.
         """
         for request_id in scheduler_output.preempted_req_ids if scheduler_output is not None else ():
             record = self._requests.get(request_id)
@@ -399,11 +418,12 @@ class HandoffScheduler(SchedulerHalf):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks if the request asked for that, and drop what it still had to load.
 
-        They are offered only if the prompt was computed as a whole and the request was neither aborted nor failed.
+        They are offered only if the prompt was computed as a whole and the request was neither aborted nor
+        failed.
 
         Raises:
-            KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called. The request
-                is forgotten.
+            KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
+                The request is forgotten.
         """
         if request.request_id in self._questions:
             self._questions.remove(request.request_id)
@@ -415,7 +435,8 @@ class HandoffScheduler(SchedulerHalf):
             self._drop_claim(record)
         match record.state:
             case RequestState.LOADING:
-                # The blocks may be written to until the worker halves report the end, so an offer of them cannot follow.
+                # The blocks may be written to until the worker halves report the end, so an offer of them
+                # cannot follow.
                 self._order(record).drop = True
                 if record.offer is not None:
                     self._withdraw(record, record.offer)
@@ -429,7 +450,9 @@ class HandoffScheduler(SchedulerHalf):
         return False, None
 
     def count_offered(self, outcome: str) -> None:
-        """Count a request that came with an offer, by one of the outcomes of `kvferry_offered_requests_total`."""
+        """Count a request that came with an offer, by one of the outcomes of
+        `kvferry_offered_requests_total`.
+        """
         # With policy `fail` such a request fails, and no prompt is computed a second time.
         if outcome not in ("failed", "refused") or self._config.kv_load_failure_policy == "recompute":
             self._counts[f"offered_requests_total/{outcome}"] += 1
@@ -453,7 +476,11 @@ class HandoffScheduler(SchedulerHalf):
         return record.orders
 
     def _drop_claim(self, record: _Request) -> None:
-        """Do not load. If the claim was not sent yet, both are sent, because a node can release an offer only after its claim."""
+        """Do not load.
+
+        If the claim was not sent yet, both are sent, because a node can release an offer only after its
+        claim.
+        """
         self._order(record).drop = True
         self._move(record, RequestState.ENDED if record.offer is None else RequestState.ANNOUNCED)
 
@@ -481,7 +508,9 @@ class HandoffScheduler(SchedulerHalf):
     def _make_answer_offer(
         self, request: ConnectorRequest, record: _Request, own: _OwnOffer, tables: BlockTables
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer prompt and answer of a stopped request, or withdraw the announcement if they cannot be offered."""
+        """Offer prompt and answer of a stopped request, or withdraw the announcement if they cannot be
+        offered.
+        """
         num_tokens = _num_answered_tokens(request)
         # A state cannot be cut back to the tokens that are certain.
         is_exact = not self._has_state or request.num_computed_tokens == num_tokens
@@ -500,8 +529,9 @@ class HandoffScheduler(SchedulerHalf):
     def _can_be_continued(self, tables: BlockTables, num_tokens: int) -> bool:
         """Say whether all blocks are here that the token after these sees.
 
-        An engine that drafts, or schedules ahead, has computed more tokens than it tells, and for these the windows of its layers
-        have moved on: where that is past the end of a block, the engine has freed this block.
+        An engine that drafts, or schedules ahead, has computed more tokens than it tells, and for these the
+        windows of its layers have moved on: where that is past the end of a block, the engine has freed this
+        block.
         """
         for table, spec in zip(tables, self._specs, strict=True):
             if not _keeps_state(spec):
@@ -526,15 +556,16 @@ class HandoffScheduler(SchedulerHalf):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Complete an open offer, or abort it if its prompt was not computed as a whole.
 
-        In both cases the blocks are kept until the worker halves report the offer's end: a consumer may be reading them.
+        In both cases the blocks are kept until the worker halves report the offer's end: a consumer may be
+        reading them.
         """
         orders = self._order(record)
         orders.extension = None
         offer = self._name_offer(request, own.lease, tables)
         is_whole = self.may_offer and _has_whole_prompt(request)
         if not is_whole:
-            # An open order that was not sent yet is sent together with the abort: the consumer has had the params
-            # since the open, and its claim needs an answer.
+            # An open order that was not sent yet is sent together with the abort: the consumer has had the
+            # params since the open, and its claim needs an answer.
             orders.abort = True
         elif orders.offer is not None:
             orders.offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content, own.guard_value)
@@ -544,7 +575,9 @@ class HandoffScheduler(SchedulerHalf):
         return True, self._params(offer, record) if is_whole else None
 
     def _take_back_open(self, record: _Request) -> None:
-        """End an open offer whose blocks are lost; the worker halves clear the guards of those that they know."""
+        """End an open offer whose blocks are lost; the worker halves clear the guards of those that they
+        know.
+        """
         if record.orders is not None:
             record.orders.extension = None
             if record.orders.offer is not None and record.offer is not None:
@@ -555,7 +588,8 @@ class HandoffScheduler(SchedulerHalf):
     def _withdraw(self, record: _Request, own: _OwnOffer) -> None:
         """Withdraw the announced offer. If its number was not sent yet, nothing can be waiting for it.
 
-        A rendezvous is announced all the same: its consumer knows the name from the router, and is denied at once.
+        A rendezvous is announced all the same: its consumer knows the name from the router, and is denied at
+        once.
         """
         orders = self._order(record)
         if orders.announcement is not None and not own.name:
@@ -564,7 +598,10 @@ class HandoffScheduler(SchedulerHalf):
             orders.withdrawal = own.lease
 
     def _release_named(self, name: str) -> None:
-        """Release an offer of which the router has not heard. Unknown names are ignored: its request was refused or has ended."""
+        """Release an offer of which the router has not heard.
+
+        Unknown names are ignored: its request was refused or has ended.
+        """
         for record in self._requests.values():
             own = record.offer
             if own is None or own.release_as != name:
@@ -598,15 +635,18 @@ class HandoffScheduler(SchedulerHalf):
     def _num_loadable_tokens(self, request: ConnectorRequest, offer: RemoteOffer) -> int:
         """Count the tokens that can be loaded.
 
-        Those of an answer with which the request goes on count as well. An engine computes the last token that it knows. Where layers do not keep all blocks, it has room only for what the
-        token after the loaded ones sees. If that token were not the one that it computes, it would lack what the latter sees:
+        Those of an answer with which the request goes on count as well. An engine computes the last token
+        that it knows. Where layers do not keep all blocks, it has room only for what the token after the
+        loaded ones sees. If that token were not the one that it computes, it would lack what the latter sees:
         the oldest token of its window, or its whole chunk.
         """
         num_known = len(request.all_token_ids)
         return min(num_known if self._keeps_all_blocks else num_known - 1, offer.num_tokens)
 
     def _includes_last_token(self, request: ConnectorRequest, offer: RemoteOffer) -> bool:
-        """Say whether a recurrent state is past what can be loaded: every engine computes the last token that it knows itself."""
+        """Say whether a recurrent state is past what can be loaded: every engine computes the last token that
+        it knows itself.
+        """
         return self._has_state and offer.num_tokens >= len(request.all_token_ids)
 
     def _is_ours(self, offer: RemoteOffer) -> bool:
@@ -617,7 +657,8 @@ class HandoffScheduler(SchedulerHalf):
         return offer_params(offer, record.traceparent) | self._place()
 
     def _place(self) -> dict[str, Any]:
-        # A consumer of a state must know how many tokens it stands for before it claims, which only an answer tells.
+        # A consumer of a state must know how many tokens it stands for before it claims, which only an answer
+        # tells.
         may_name_offers = self._config.is_kv_producer and not self._has_state
         return place_params(
             self._config.engine_id,
@@ -671,7 +712,9 @@ def _as_tables(block_ids: Sequence[Sequence[int]]) -> BlockTables:
 
 
 def _keeps_all_blocks(spec: KVCacheSpec) -> bool:
-    """Whether a request keeps all its blocks until it ends; a window, for one, frees blocks while the prompt is computed."""
+    """Whether a request keeps all its blocks until it ends; a window, for one, frees blocks while the prompt
+    is computed.
+    """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(map(_keeps_all_blocks, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec)
@@ -685,7 +728,8 @@ def _keeps_state(spec: KVCacheSpec) -> bool:
 def _num_answered_tokens(request: ConnectorRequest) -> int:
     """Count the tokens of prompt and answer whose keys and values are certainly computed.
 
-    Those of the last sampled token are not: an engine that schedules ahead counts them while their step still runs.
+    Those of the last sampled token are not: an engine that schedules ahead counts them while their step still
+    runs.
     """
     return min(request.num_computed_tokens, len(request.all_token_ids) - 1)
 
@@ -698,7 +742,9 @@ def _has_whole_prompt(request: ConnectorRequest) -> bool:
 
 
 def _missing_blocks(table: Sequence[int], block_size: int, num_here: int, num_tokens: int) -> GroupBlocks:
-    """The blocks of one group that hold the tokens from `num_here` to `num_tokens`; the last block may be partly filled."""
+    """The blocks of one group that hold the tokens from `num_here` to `num_tokens`; the last block may be
+    partly filled.
+    """
     first = num_here // block_size
     end = -(-num_tokens // block_size)
     return GroupBlocks(first, tuple(table[first:end]))

@@ -1,8 +1,9 @@
-"""The spans of a handoff: `kvferry explain` shows them, and a host that has set up OpenTelemetry's SDK exports them.
+"""The spans of a handoff: `kvferry explain` shows them, and a host that has set up OpenTelemetry's SDK
+exports them.
 
-The handoff thread passes everything by a `HandoffTrace` on its way: orders of the engine, messages of peers, and the
-protocol's actions. The protocol itself knows nothing of it. The spans of one request, by the half of the handoff that this node
-has:
+The handoff thread passes everything by a `HandoffTrace` on its way: orders of the engine, messages of peers,
+and the protocol's actions. The protocol itself knows nothing of it. The spans of one request, by the half of
+the handoff that this node has:
 
     producer   offer     from the offer until its end
                grant     from the arrival of a claim until its answer; its parent is the consumer's claim
@@ -10,8 +11,8 @@ has:
                load      from the allocation of the blocks until the load's end
                read      one round of the load from one rank; its parent is the load
 
-The parent of `offer`, `claim` and `load` is the span whose `traceparent` came with the request. What else happens is an event of
-the span that is open.
+The parent of `offer`, `claim` and `load` is the span whose `traceparent` came with the request. What else
+happens is an event of the span that is open.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from ..spans import Keep, Span
 from ..stats import TransferRecord
 from .orders import OpenOrder, RequestOrders
 
-#: Spans that are open at once, and requests and claims that are remembered: more than a node has under way. A claim that was
-#: dropped before its load was ordered has no end that would be seen here.
+#: Spans that are open at once, and requests and claims that are remembered: more than a node has under way. A
+#: claim that was dropped before its load was ordered has no end that would be seen here.
 _MAX_OPEN = 4096
 
 #: The name of a span, its request, and for a grant or a read the rank at the other side.
@@ -49,7 +50,8 @@ _Key = tuple[str, ...]
 class HandoffTrace:
     """Makes the spans. Only the handoff thread calls it.
 
-    Messages name a request by the producer's id and a lease, so a consumer's trace keeps the claims that are under way.
+    Messages name a request by the producer's id and a lease, so a consumer's trace keeps the claims that are
+    under way.
 
     Args:
         keep: Called with each span that has ended, for `kvferry explain`. None: spans are only exported.
@@ -68,7 +70,9 @@ class HandoffTrace:
         self._num_rounds: dict[str, int] = {}  # by request that loads
 
     def claim_context(self, request_id: str) -> str:
-        """Return the `traceparent` that a request's claim is to carry; empty if this process exports no spans."""
+        """Return the `traceparent` that a request's claim is to carry; empty if this process exports no
+        spans.
+        """
         span = self._open.get(("claim", request_id))
         return "" if span is None else span.traceparent
 
@@ -196,11 +200,15 @@ class HandoffTrace:
                 self._note(ours if is_sent else offer, "release", **details)
 
     def _first_grant(self, request_id: str) -> _Key:
-        """Return the claim that an answer is about: it does not name the consumer's rank, and the oldest claim is answered first."""
+        """Return the claim that an answer is about: it does not name the consumer's rank, and the oldest
+        claim is answered first.
+        """
         return next((key for key in self._open if key[:2] == ("grant", request_id)), ("grant",))
 
     def _take_over_grants(self, name: str, request_id: str) -> None:
-        """Give a request the spans of its rendezvous's claims that came before it did, which only know the rendezvous."""
+        """Give a request the spans of its rendezvous's claims that came before it did, which only know the
+        rendezvous.
+        """
         for key in [key for key in self._open if key[:2] == ("grant", name)]:
             span = self._open.pop(key)
             span.request_id = request_id

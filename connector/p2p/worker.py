@@ -57,8 +57,8 @@ def new_epoch() -> int:
 def _affordable_connections() -> int:
     """How many connections may be in progress at once under the process's limit of open files.
 
-    A connection takes a handful of descriptors; UCX takes the most, because it opens several per worker. The rest of the
-    limit is for everything else that the process opens.
+    A connection takes a handful of descriptors; UCX takes the most, because it opens several per worker. The
+    rest of the limit is for everything else that the process opens.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // _DESCRIPTORS_PER_CONNECTION)
@@ -153,7 +153,8 @@ class HandoffWorker(WorkerHalf):
         import torch
 
         if device.type == "cuda":
-            # Memory of PyTorch's own: the transport asks CUDA's driver for all that it needs to know about it.
+            # Memory of PyTorch's own: the transport asks CUDA's driver for all that it needs to know about
+            # it.
             return torch.zeros(num_bytes, dtype=torch.int8, device=device)
         if device.type != "cpu":
             raise ConfigurationError(
@@ -181,7 +182,8 @@ class HandoffWorker(WorkerHalf):
         Raises:
             KVTransferStateError: caches are registered already. Those stay.
             ConfigurationError: a cache cannot be served, or the address cannot be bound. Nothing was started.
-            BackendUnavailableError: something that is needed to serve a GPU's memory is not installed. Nothing was started.
+            BackendUnavailableError: something that is needed to serve a GPU's memory is not installed.
+                Nothing was started.
         """
         if self._driver is not None:
             raise KVTransferStateError("the KV caches are registered already")
@@ -230,11 +232,12 @@ class HandoffWorker(WorkerHalf):
     def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
         """Have orders carried out; return at once.
 
-        On a GPU they wait until all has run that this thread launched before. Only then are the offered blocks written,
-        and the blocks that are loaded into no longer in use.
+        On a GPU they wait until all has run that this thread launched before. Only then are the offered
+        blocks written, and the blocks that are loaded into no longer in use.
 
         Args:
-            is_computed: Do not wait. Only for orders without loads, whose offered blocks are certainly written.
+            is_computed: Do not wait. Only for orders without loads, whose offered blocks are certainly
+                written.
         """
         driver = self._handoffs()
         if not orders.is_empty():
@@ -244,11 +247,13 @@ class HandoffWorker(WorkerHalf):
         """End every handoff, and describe other weights to peers from now on.
 
         Args:
-            weights: What the field `weights` is from now on. None: what it is already; then a step need not wait for the end.
+            weights: What the field `weights` is from now on. None: what it is already; then a step need not
+                wait for the end.
             why: For the log and for the errors of what ends.
 
         Raises:
-            TransferTimeoutError: the handoff thread is busy. It will do this before it does anything that is ordered later.
+            TransferTimeoutError: the handoff thread is busy. It will do this before it does anything that is
+                ordered later.
             UnexpectedError: peers may go on reading what was offered; restart the node.
         """
         driver = self._handoffs()
@@ -263,12 +268,14 @@ class HandoffWorker(WorkerHalf):
         self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
     def wait_finished(self, timeout_s: float) -> None:
-        """Return as soon as `get_finished` has something to return, or after `timeout_s`; at once if no handoff is under way."""
+        """Return as soon as `get_finished` has something to return, or after `timeout_s`; at once if no
+        handoff is under way.
+        """
         self._handoffs().outcomes.wait(timeout_s)
 
     def get_finished(self, finished_req_ids: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
-        # One report for all three calls. If each of them asked the outcomes itself, a load that fails between two calls
-        # would be reported without its blocks, and the engine would use what is in them.
+        # One report for all three calls. If each of them asked the outcomes itself, a load that fails between
+        # two calls would be reported without its blocks, and the engine would use what is in them.
         self._report = self._handoffs().outcomes.take_report()
         return self._report.finished_sending, self._report.finished_recving
 

@@ -1,4 +1,7 @@
-"""Which layers two nodes hand over. A draft model's layers may be missing on either side; all others must be on both."""
+"""Which layers two nodes hand over.
+
+A draft model's layers may be missing on either side; all others must be on both.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,9 @@ class CommonLayers:
 def common_layers(local: KVLayout, remotes: Sequence[KVLayout]) -> CommonLayers | None:
     """Leave out the draft layers that only one of two nodes lists, and those that cannot be paired.
 
-    A draft model can change how an engine groups the target model's layers, so a layer may use another block table than on a
-    node without that draft model. Layers of either side are therefore grouped anew, by both block tables.
+    A draft model can change how an engine groups the target model's layers, so a layer may use another block
+    table than on a node without that draft model. Layers of either side are therefore grouped anew, by both
+    block tables.
 
     Returns:
         None if neither node has a draft model, so that nothing may be left out.

@@ -9,9 +9,9 @@ from typing import Final
 
 from ...transports.errors import IncompatiblePeerError, VersionMismatchError
 
-#: The version of the rules by which a node describes its model and its cache: what each field below means and how it is
-#: computed, and the plain form of `KVLayout`. It travels as the field `protocol`. Raise it with the rules: otherwise two
-#: releases would report a difference of their models that is none.
+#: The version of the rules by which a node describes its model and its cache: what each field below means and
+#: how it is computed, and the plain form of `KVLayout`. It travels as the field `protocol`. Raise it with the
+#: rules: otherwise two releases would report a difference of their models that is none.
 DESCRIPTION_VERSION: Final = 6
 
 #: The order in which differences are reported: what a person would fix first comes first.
@@ -44,10 +44,12 @@ def digest(fields: Mapping[str, str | int]) -> str:
 
 
 def answers_digest(fields: Mapping[str, str | int], *, of_one_start: str) -> str:
-    """Return a fingerprint of everything that decides which tokens a node answers with, in any order: 64 hexadecimal digits.
+    """Return a fingerprint of everything that decides which tokens a node answers with, in any order: 64
+    hexadecimal digits.
 
     Args:
-        of_one_start: Names this start of this node. It stands for a tokenizer that is not known, so that no other node has it.
+        of_one_start: Names this start of this node. It stands for a tokenizer that is not known, so that no
+            other node has it.
     """
     return digest(
         {f"answers {field}": value for field, value in fields.items()}
@@ -60,8 +62,8 @@ def require_compatible(local: Mapping[str, str | int], remote: Mapping[str, str 
 
     Raises:
         VersionMismatchError: the nodes describe themselves by different rules, so nothing else was compared.
-        IncompatiblePeerError: a field differs, or only one side has it. The error names the first such field, in
-            `FIELD_ORDER` and then by name.
+        IncompatiblePeerError: a field differs, or only one side has it. The error names the first such field,
+            in `FIELD_ORDER` and then by name.
     """
     for field in _ordered({*local, *remote}):
         ours, theirs = local.get(field, _ABSENT), remote.get(field, _ABSENT)

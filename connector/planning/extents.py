@@ -19,13 +19,15 @@ class BlockExtents:
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        #: By group: offset of a run in block 0, its length, and what each block adds to the offset; shape `(num_runs, 3)`.
+        #: By group: offset of a run in block 0, its length, and what each block adds to the offset; shape
+        #: `(num_runs, 3)`.
         self._runs = [_runs_of(layout, group) for group in range(layout.num_groups)]
 
     def of(self, block_ids: Sequence[Sequence[int]]) -> Extents:
         """Return the bytes of blocks: one block table per group."""
         starts, ends = [], []
-        # A rank without layers of the last groups still gets their block tables. Nothing of them lies in its pool.
+        # A rank without layers of the last groups still gets their block tables. Nothing of them lies in its
+        # pool.
         for runs, table in zip(self._runs, block_ids, strict=False):
             ids = np.array(table, dtype=np.int64)
             firsts = (runs[:, 0] + ids[:, None] * runs[:, 2]).ravel()

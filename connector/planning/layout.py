@@ -18,7 +18,8 @@ _MAX_GROUPS = 64
 _MAX_LAYERS = 4096
 _MAX_FRAGMENTS = 1 << 18
 
-#: What the names of a draft model's layers begin with. It is part of the name because peers of any release accept any name.
+#: What the names of a draft model's layers begin with. It is part of the name because peers of any release
+#: accept any name.
 _DRAFT = "draft:"
 
 
@@ -80,8 +81,9 @@ class LayerLayout:
 
     The page of block `b` is the concatenation of its fragments; fragment `(offset, num_bytes)` lies at pool
     offset `base_offset + b * block_stride + offset`. Fragments are in logical order: byte `i` of a page means
-    the same on two nodes whose `page_format` is equal, however the pages are cut into fragments. If `slots` describes
-    the inside of a page, pages can also be paired token by token and head by head. Otherwise they move whole.
+    the same on two nodes whose `page_format` is equal, however the pages are cut into fragments. If `slots`
+    describes the inside of a page, pages can also be paired token by token and head by head. Otherwise they
+    move whole.
 
     Attributes:
         group_index: The block table that this layer uses.

@@ -1,10 +1,12 @@
-"""Which bytes of a peer's pool go where in ours. The inputs are two layouts and a list of blocks, the output region pairs.
+"""Which bytes of a peer's pool go where in ours.
 
-Pages are paired by content (name of the layer, byte of the page, block), never by position. Regions are merged if they
-are adjacent on both sides. Everything is numpy arrays, end to end.
+The inputs are two layouts and a list of blocks, the output region pairs.
 
-What must never break: every token of the blocks gets the bytes of the same layer and token of the peer, and no byte outside of
-them is read or written.
+Pages are paired by content (name of the layer, byte of the page, block), never by position. Regions are
+merged if they are adjacent on both sides. Everything is numpy arrays, end to end.
+
+What must never break: every token of the blocks gets the bytes of the same layer and token of the peer, and
+no byte outside of them is read or written.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _Step = tuple[int, int, int]
 
 
 def plan(local: KVLayout, remote: KVLayout, blocks: Sequence[BlockPairs]) -> RegionPairs:
-    """Pair the pages of `blocks`, one array per group. See `Planner`, which does the first half once per peer."""
+    """Pair the pages of `blocks`, one array per group.
+
+    See `Planner`, which does the first half once per peer.
+    """
     return Planner(local, remote).plan(blocks)
 
 
@@ -71,8 +76,8 @@ class Planner:
             The fewest region pairs, in the order of their local offsets.
 
         Raises:
-            RegionError: the number of groups differs from the layouts', a block id is outside its pool or is the null
-                block, or a local block would be written twice.
+            RegionError: the number of groups differs from the layouts', a block id is outside its pool or is
+                the null block, or a local block would be written twice.
         """
         self._require_known(blocks)
         tables = [
@@ -132,7 +137,10 @@ def _require_equal(field: str, local: object, remote: object) -> None:
 
 
 def page_table(ours: LayerLayout, theirs: LayerLayout) -> RegionTable:
-    """Pair one layer's pages of block 0. They are cut where either side is cut, so each piece is contiguous on both."""
+    """Pair one layer's pages of block 0.
+
+    They are cut where either side is cut, so each piece is contiguous on both.
+    """
     our_offsets, our_ends = _fragment_columns(ours)
     their_offsets, their_ends = _fragment_columns(theirs)
     ends = np.union1d(our_ends, their_ends)

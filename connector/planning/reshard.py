@@ -1,11 +1,13 @@
 """Which bytes of a producer's ranks go where in our pool if the two nodes are not alike.
 
-Bytes are paired by what they mean: layer, token, keys or values, head. So the nodes may differ in the number of
-ranks and in the heads and layers of each, in block size, in the order inside a page, and in where pages lie.
-If the order inside a layer's pages is unknown, whole pages move, or whole heads of them. See `plan.py` for two nodes of the same shape.
+Bytes are paired by what they mean: layer, token, keys or values, head. So the nodes may differ in the number
+of ranks and in the heads and layers of each, in block size, in the order inside a page, and in where pages
+lie. If the order inside a layer's pages is unknown, whole pages move, or whole heads of them. See `plan.py`
+for two nodes of the same shape.
 
-A *unit* is the longest run of tokens that is never cut by a block of either side. All units of a layer are alike, so one is
-planned once per peer and repeated for the blocks of a request. Everything is numpy arrays, end to end.
+A *unit* is the longest run of tokens that is never cut by a block of either side. All units of a layer are
+alike, so one is planned once per peer and repeated for the blocks of a request. Everything is numpy arrays,
+end to end.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ class GroupTables:
     """One group's blocks of a request, on both sides.
 
     Attributes:
-        first_block_index: Position of `local_block_ids[0]` in our block table. We have the blocks before it already.
+        first_block_index: Position of `local_block_ids[0]` in our block table. We have the blocks before it
+            already.
         local_block_ids: Shape `(num_blocks,)`. A null block (0) stands for a position that is not needed.
-        remote_block_ids: Shape `(num_remote_blocks,)`, the producer's block table from the request's first token.
+        remote_block_ids: Shape `(num_remote_blocks,)`, the producer's block table from the request's first
+            token.
     """
 
     first_block_index: int
@@ -77,8 +81,8 @@ class _Step:
     """What layers whose bytes move in the same strides have in common.
 
     Attributes:
-        grain: Tokens that move together: 1, or those of a block if the order inside a page, or inside a head's share
-            of it, is unknown.
+        grain: Tokens that move together: 1, or those of a block if the order inside a page, or inside a
+            head's share of it, is unknown.
         unit: Tokens per unit; a multiple of `grain`.
     """
 
@@ -140,13 +144,13 @@ class ReshardPlanner:
             groups: One entry per group.
 
         Returns:
-            For each rank the fewest region pairs, in the order of their local offsets; none for a rank that is not
-            needed.
+            For each rank the fewest region pairs, in the order of their local offsets; none for a rank that
+            is not needed.
 
         Raises:
-            RegionError: the number of groups differs from the layouts', a block id is outside its pool, the producer has
-                the null block where we need a block, the producer has no tokens for one of our blocks, or a local block
-                would be written twice.
+            RegionError: the number of groups differs from the layouts', a block id is outside its pool, the
+                producer has the null block where we need a block, the producer has no tokens for one of our
+                blocks, or a local block would be written twice.
         """
         if len(groups) != self._num_groups:
             raise RegionError(f"{len(groups)} block tables for {self._num_groups} groups of layers")

@@ -1,7 +1,7 @@
 """What lies inside an attention layer's page, by content: which heads, and where each token's vectors are.
 
-A *slot* is a token's position in a pool: `block_id * block_size + offset`. A *kernel block* is the block of an
-attention kernel; one or more consecutive kernel blocks make a block of the block table.
+A *slot* is a token's position in a pool: `block_id * block_size + offset`. A *kernel block* is the block of
+an attention kernel; one or more consecutive kernel blocks make a block of the block table.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _Count = Annotated[int, integer(1, _MAX_SHARES)]
 class Shard:
     """Which part of a layer one rank keeps: shares `first` to `first + num - 1` of the model's `total`.
 
-    A share is a KV head of an attention layer. If a layer is not kept by heads, a share is one rank's part of it. Two
-    ranks may keep the same share.
+    A share is a KV head of an attention layer. If a layer is not kept by heads, a share is one rank's part of
+    it. Two ranks may keep the same share.
     """
 
     first: Annotated[int, integer(0, _MAX_SHARES)]
@@ -61,8 +61,8 @@ class SlotArray:
 
     The vector of slot `s`, part `p` and the shard's head `h` lies at the layer's base offset plus
     `s // kernel_block_size * kernel_block_stride + s % kernel_block_size * slot_stride + p * part_stride +
-    h * head_stride`. The strides express the order inside a page (tokens or heads first) and the split into kernel
-    blocks.
+    h * head_stride`. The strides express the order inside a page (tokens or heads first) and the split into
+    kernel blocks.
 
     Attributes:
         element: Element type, e.g. `"float16"`.
@@ -73,8 +73,9 @@ class SlotArray:
         slot_stride: Bytes from one slot to the next in a kernel block.
         part_stride: Bytes from keys to values.
         head_stride: Bytes from one head to the next.
-        grain: Slots that move together: 1; or `kernel_block_size`, if only the engine's kernels know where the tokens are
-            inside one head's share of a kernel block. Then a "vector" is that share, and `slot_stride` means nothing.
+        grain: Slots that move together: 1; or `kernel_block_size`, if only the engine's kernels know where
+            the tokens are inside one head's share of a kernel block. Then a "vector" is that share, and
+            `slot_stride` means nothing.
     """
 
     element: Name
@@ -151,15 +152,16 @@ def head_array_of_view(
     element: str,
     is_packed: bool,
 ) -> SlotArray | None:
-    """Describe an attention layer's cache from a view that has heads before tokens and one run per head and token.
+    """Describe an attention layer's cache from a view that has heads before tokens and one run per head and
+    token.
 
     Args:
-        shape: `(num_kernel_blocks, num_heads, kernel_block_size, size)`; `size` elements are all that one head keeps of one
-            token.
+        shape: `(num_kernel_blocks, num_heads, kernel_block_size, size)`; `size` elements are all that one
+            head keeps of one token.
         strides: Of the same axes, in elements.
         itemsize: Bytes per element.
-        is_packed: The engine's kernels keep a head's tokens in an order of their own within a kernel block, so the strides
-            of the last two axes only say where the head's share is.
+        is_packed: The engine's kernels keep a head's tokens in an order of their own within a kernel block,
+            so the strides of the last two axes only say where the head's share is.
 
     Returns:
         The array; None if what moves together is not contiguous, so that only whole pages can move.

@@ -39,15 +39,16 @@ class Share:
 def choose_sources(local: KVLayout, remotes: Sequence[KVLayout]) -> list[Share]:
     """Find a rank for each head of each of our layers, using as few ranks as possible.
 
-    A rank may keep other layers, and more heads, than we do. If several ranks keep the same head, it comes from the first of
-    them in the order of `remotes`. Layers of ours that lie in the same bytes are filled once.
+    A rank may keep other layers, and more heads, than we do. If several ranks keep the same head, it comes
+    from the first of them in the order of `remotes`. Layers of ours that lie in the same bytes are filled
+    once.
 
     Returns:
         Shares that fill each of our layers exactly once.
 
     Raises:
-        IncompatiblePeerError: a layer is missing or cannot be paired, or no rank has one of its heads. The error names
-            the field.
+        IncompatiblePeerError: a layer is missing or cannot be paired, or no rank has one of its heads. The
+            error names the field.
     """
     holders: dict[str, list[_Candidate]] = {}
     for rank, remote in enumerate(remotes):
@@ -90,7 +91,9 @@ def _shares_of_layer(ours: LayerLayout, candidates: Sequence[_Candidate]) -> Ite
 
 
 def _reach(shard: Shard, first: int) -> int:
-    """Return the share after the last one that `shard` has from `first` on; `first` if it does not have that one."""
+    """Return the share after the last one that `shard` has from `first` on; `first` if it does not have that
+    one.
+    """
     return shard.end if shard.first <= first < shard.end else first
 
 

@@ -5,10 +5,10 @@
         def transfer(self, tmp_path):
             return {"kv_connector": "MyConnector", "kv_connector_extra_config": {"folder": str(tmp_path)}}
 
-Each test of `ConnectorConformance` states a promise of `docs/connector-contract.md`. A test of something optional is skipped if the
-connector does not declare it, and the skip names what was not declared: the uniform layout with
-`prefer_cross_layer_blocks`, damaged stores with the fixture `damage`. `HandoffConformance` adds the promises of the handoff
-protocol.
+Each test of `ConnectorConformance` states a promise of `docs/connector-contract.md`. A test of something
+optional is skipped if the connector does not declare it, and the skip names what was not declared: the
+uniform layout with `prefer_cross_layer_blocks`, damaged stores with the fixture `damage`.
+`HandoffConformance` adds the promises of the handoff protocol.
 
 A test that fails raises `BrokenPromiseError`, which says what was promised and what was seen instead.
 """

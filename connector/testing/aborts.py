@@ -16,7 +16,9 @@ OFFER = {"do_remote_decode": True}
 
 
 class RequestsThatEndEarly:
-    """Whenever a request is aborted, its blocks come back, once, and the next request finds everything in order."""
+    """Whenever a request is aborted, its blocks come back, once, and the next request finds everything in
+    order.
+    """
 
     def test_a_prompt_that_was_not_finished_frees_its_blocks(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(PER_LAYER, max_step_tokens=5), make_node(PER_LAYER)

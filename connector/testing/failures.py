@@ -32,7 +32,9 @@ AT_ONCE_S = 8.0
 
 
 class FailurePromises:
-    """If a peer is gone or is not the one expected, the load fails in time, gives the reason and touches no block."""
+    """If a peer is gone or is not the one expected, the load fails in time, gives the reason and touches no
+    block.
+    """
 
     def test_malformed_params_are_refused_when_the_request_comes(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()

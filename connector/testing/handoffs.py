@@ -1,4 +1,6 @@
-"""Part of the suite for connectors between nodes (see `suite`): what arrives, and what is reported about it."""
+"""Part of the suite for connectors between nodes (see `suite`): what arrives, and what is reported
+about it.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ class DeliveryPromises:
 
 
 class RendezvousPromises:
-    """In a rendezvous, a prompt is read while it is still computed: what is computed, and nothing of what is not."""
+    """In a rendezvous, a prompt is read while it is still computed: what is computed, and nothing of what is
+    not.
+    """
 
     def test_a_prompt_is_loaded_while_it_is_computed(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()

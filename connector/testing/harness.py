@@ -36,8 +36,9 @@ def node_maker(
 ) -> Iterator[MakeNode]:
     """Make nodes with one connector, and shut them down at the end.
 
-    Yields a function `(shape=UNIFORM, *, options={}, max_step_tokens=None, **fields)`. `options` are added to the
-    connector's options; `fields` are passed to `engine_config`; `max_step_tokens` is that of `ModelFreeNode`.
+    Yields a function `(shape=UNIFORM, *, options={}, max_step_tokens=None, **fields)`. `options` are added to
+    the connector's options; `fields` are passed to `engine_config`; `max_step_tokens` is that of
+    `ModelFreeNode`.
 
     Args:
         transfer: Fields of `KVTransferConfig`.
@@ -175,7 +176,9 @@ def check_supplied(consumer: ModelFreeNode, request: Request, wanted: int) -> No
 
 
 def settle(*nodes: ModelFreeNode) -> None:
-    """Step nodes until everything has ended and a few times more, and check that each has all its blocks back."""
+    """Step nodes until everything has ended and a few times more, and check that each has all its blocks
+    back.
+    """
     eventually(
         "every transfer ends and is reported: asynchronous loads in finished_recving, kept blocks in finished_sending",
         lambda: not any(node.is_busy for node in nodes),
@@ -195,7 +198,9 @@ def settle(*nodes: ModelFreeNode) -> None:
 def load(
     consumer: ModelFreeNode, producer: ModelFreeNode, request: Request, num_local_tokens: int = 0
 ) -> list[int]:
-    """Run a request's load until it succeeds or fails; return the request's block table. The request does not end.
+    """Run a request's load until it succeeds or fails; return the request's block table.
+
+    The request does not end.
 
     Args:
         producer: Stepped together with the consumer.
@@ -226,7 +231,9 @@ def by_token(node: ModelFreeNode, blocks: Sequence[int]) -> torch.Tensor:
 
 
 def check_contents(node: ModelFreeNode, blocks: Sequence[int], expected: torch.Tensor, text: str) -> None:
-    """Check what blocks contain; `expected` is what `ModelFreeNode.contents` returned for the blocks that they equal."""
+    """Check what blocks contain; `expected` is what `ModelFreeNode.contents` returned for the blocks that
+    they equal.
+    """
     is_wrong = (
         (node.contents(blocks) != expected).transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist()
     )

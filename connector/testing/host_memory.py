@@ -1,8 +1,9 @@
 """vLLM's OffloadingConnector for servers on CPUs, whose cache is in main memory itself.
 
-vLLM's own specs refuse to start there, because they copy on the streams of a GPU. Name this one in `kv_connector_extra_config`:
-`"spec_name": "HostMemorySpec", "spec_module_path": "kvferry.connector.testing.host_memory"`. Only the copies are ours. What is
-kept, found and fetched, from the tiers behind main memory too, is decided by vLLM's code; and on a GPU the copies are vLLM's as well.
+vLLM's own specs refuse to start there, because they copy on the streams of a GPU. Name this one in
+`kv_connector_extra_config`: `"spec_name": "HostMemorySpec", "spec_module_path":
+"kvferry.connector.testing.host_memory"`. Only the copies are ours. What is kept, found and fetched, from the
+tiers behind main memory too, is decided by vLLM's code; and on a GPU the copies are vLLM's as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class HostMemorySpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Offloading to main memory and to the tiers in `secondary_tiers`, if there are any. Each block is a chunk."""
+    """Offloading to main memory and to the tiers in `secondary_tiers`, if there are any.
+
+    Each block is a chunk.
+    """
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not current_platform.is_cpu():

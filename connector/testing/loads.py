@@ -1,6 +1,7 @@
 """Part of the suite for any connector (see `suite`): a prompt that one node computed is loaded by another.
 
-The nodes check every token that the connector supplies, so these tests mostly choose what is computed and loaded.
+The nodes check every token that the connector supplies, so these tests mostly choose what is computed and
+loaded.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ SEPARATE = {
 
 
 class LoadPromises:
-    """A prompt that one node computed is loaded by another: exactly its bytes, and all of its whole blocks."""
+    """A prompt that one node computed is loaded by another: exactly its bytes, and all of its whole
+    blocks.
+    """
 
     # -- every prompt --------------------------------------------------------------------------------
 

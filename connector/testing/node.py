@@ -1,7 +1,9 @@
-"""A node without a model, for tests of connectors: a small engine that makes every call of `connector/base.py`.
+"""A node without a model, for tests of connectors: a small engine that makes every call of
+`connector/base.py`.
 
-It schedules requests, allocates blocks, and computes: instead of running a model it writes values that are known for
-each token (see `values`), so that it notices what a real engine would not. In each step it checks that
+It schedules requests, allocates blocks, and computes: instead of running a model it writes values that are
+known for each token (see `values`), so that it notices what a real engine would not. In each step it checks
+that
 
 - every token that a connector supplied has its own values, in every layer, when the connector says so;
 - nothing was written into a block without a load, or after the load's end was reported;
@@ -86,7 +88,8 @@ class _Entry:
 
     Attributes:
         num_local_tokens: The node's own prefix hit, when the request is first admitted.
-        num_wanted_tokens: Until `give_up_at`, the request waits until the connector can supply as many tokens.
+        num_wanted_tokens: Until `give_up_at`, the request waits until the connector can supply as many
+            tokens.
         num_answer_tokens: Tokens sampled so far, of `max_answer_tokens`.
         may_load: A request loads at most once.
         is_queued: It waits until `start`.
@@ -116,10 +119,12 @@ class _Entry:
 
 
 class ModelFreeNode:
-    """A connector's scheduler half, and a worker half for each rank, with a pool and a scheduler. A context manager that
-    shuts down.
+    """A connector's scheduler half, and a worker half for each rank, with a pool and a scheduler.
 
-    `add` requests and run steps, as an engine does. A test that compares contents itself passes `computes=False`.
+    A context manager that shuts down.
+
+    `add` requests and run steps, as an engine does. A test that compares contents itself passes
+    `computes=False`.
 
     Args:
         max_step_tokens: Tokens that one step computes at most. Longer prompts are computed in chunks.
@@ -131,7 +136,8 @@ class ModelFreeNode:
         pool: Its blocks, and what they contain.
         held: Blocks of finished requests that the connector still needs, by request.
         outputs: The worker half's reports, of the steps in which it reported something.
-        params: What the connector gave the client of each finished request, or of one whose prompt is still computed.
+        params: What the connector gave the client of each finished request, or of one whose prompt is still
+            computed.
         num_loaded_tokens: Tokens that the connector supplied, by request, of loads that ended well.
         failed_loads: Requests whose load was reported as failed.
         events: What `take_events` returned.
@@ -216,7 +222,9 @@ class ModelFreeNode:
     # -- memory --------------------------------------------------------------------------------------
 
     def _register(self, worker: WorkerHalf) -> torch.Tensor:
-        """Give a rank its caches; return them, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`."""
+        """Give a rank its caches; return them, `(num_layers, num_blocks, 2, block_size, num_kv_heads,
+        head_size)`.
+        """
         shape = self.shape.of_one_rank
         num_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
         if shape.layout == "foreign":
@@ -277,12 +285,12 @@ class ModelFreeNode:
 
         Args:
             num_local_tokens: Tokens that the node's own prefix cache holds, a multiple of the block size.
-            num_wanted_tokens: Wait until the connector can supply as many tokens, for half of `deadline_s` at most: another
-                node's connector may still be saving them.
+            num_wanted_tokens: Wait until the connector can supply as many tokens, for half of `deadline_s` at
+                most: another node's connector may still be saving them.
             seed: See `TokenValues`.
             is_queued: Give it no blocks before `start`.
-            computes: If False, the node neither computes the request nor checks what it loads, which must be asynchronous.
-                The request keeps its blocks until `finish`.
+            computes: If False, the node neither computes the request nor checks what it loads, which must be
+                asynchronous. The request keeps its blocks until `finish`.
         """
         self.scheduler.on_new_request(request)
         values = TokenValues(request, self.config.model.model, seed, self.shape)
@@ -351,7 +359,9 @@ class ModelFreeNode:
         self._ended.pop(("recving", request_id), None)
 
     def finish(self, request_id: str, reason: str = "abort") -> dict[str, Any] | None:
-        """End a request, by default before its time. Its blocks are freed as soon as no load and no offer needs them.
+        """End a request, by default before its time.
+
+        Its blocks are freed as soon as no load and no offer needs them.
 
         Returns:
             What the connector gives the client.
@@ -392,8 +402,9 @@ class ModelFreeNode:
 
         Args:
             meanwhile: Called when the orders are given, before the worker half carries them out.
-            failing_layer: Act as if the last rank's `wait_for_layer_load` had raised at this layer. From there on what is
-                computed is wrong and the last rank saves nothing. The requests of the step fail.
+            failing_layer: Act as if the last rank's `wait_for_layer_load` had raised at this layer. From
+                there on what is computed is wrong and the last rank saves nothing. The requests of the step
+                fail.
 
         Raises:
             BrokenPromiseError: see this module's docstring.
@@ -428,7 +439,9 @@ class ModelFreeNode:
     # -- what to compute
 
     def _plan(self) -> Step:
-        """Decide what the step computes: requests in the order in which they came, as far as `max_step_tokens` goes."""
+        """Decide what the step computes: requests in the order in which they came, as far as
+        `max_step_tokens` goes.
+        """
         finished, self._finished = self._finished, set()
         scheduled: list[ComputedRequest] = []
         num_left = self.max_step_tokens
@@ -530,7 +543,8 @@ class ModelFreeNode:
         self._lost_blocks.clear()
         self.check_untouched()
         for worker in self.workers:
-            # A copy for each rank, as if it were another process. The bytes are made here; none come from outside.
+            # A copy for each rank, as if it were another process. The bytes are made here; none come from
+            # outside.
             worker.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
         try:
             for worker in self.workers:
@@ -548,7 +562,9 @@ class ModelFreeNode:
                 worker.clear_connector_metadata()
 
     def _compute(self, plan: Step, failing_layer: int | None) -> None:
-        """Compute the step's tokens layer by layer, each between the connector's two calls about the layer."""
+        """Compute the step's tokens layer by layer, each between the connector's two calls about the
+        layer.
+        """
         for layer, name in enumerate(self.layer_names):
             has_failed = failing_layer is not None and layer >= failing_layer
             for worker in self.workers:
@@ -728,8 +744,9 @@ class ModelFreeNode:
             self._take_params(request.request_id, params)
             if is_held:
                 self.held[request.request_id] = entry.block_ids
-            # The next step names the request to `handle_preemptions`, and only then frees the blocks: another rank may still
-            # use them. Blocks that are held are freed by the report of their end instead, so that they are freed once.
+            # The next step names the request to `handle_preemptions`, and only then frees the blocks: another
+            # rank may still use them. Blocks that are held are freed by the report of their end instead, so
+            # that they are freed once.
             self._lost_blocks[request.request_id] = [] if is_held else entry.block_ids
 
     def _require_computed(self, entry: _Entry) -> None:

@@ -20,8 +20,8 @@ class Pool:
     Free blocks are poisoned: a connector that reads or loads one by mistake moves contents that no token has.
 
     Attributes:
-        caches: Each rank's, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`, in logical order. The heads of
-            a rank follow those of the rank before.
+        caches: Each rank's, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`, in logical
+            order. The heads of a rank follow those of the rank before.
         free_blocks: Block 0 is never among them: engines use it as padding.
     """
 
@@ -38,7 +38,9 @@ class Pool:
     # -- the allocator -------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take the blocks that have been free for longest, so that a request that starts over gets other ones."""
+        """Take the blocks that have been free for longest, so that a request that starts over gets other
+        ones.
+        """
         at = len(self.free_blocks) - num_blocks
         taken, self.free_blocks = self.free_blocks[at:][::-1], self.free_blocks[:at]
         return taken
@@ -56,7 +58,9 @@ class Pool:
     # -- contents ------------------------------------------------------------------------------------
 
     def read(self) -> torch.Tensor:
-        """Return a copy of all ranks' caches as one, `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`."""
+        """Return a copy of all ranks' caches as one, `(num_layers, num_blocks, 2, block_size, num_kv_heads,
+        head_size)`.
+        """
         return torch.cat(list(self.caches), dim=-2)
 
     def _parts(self, heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,7 +111,9 @@ class Pool:
     def wrong_token(
         self, table: Sequence[int], first: int, last: int, values: TokenValues, layers: Iterable[int]
     ) -> str:
-        """Describe the first token, of `first` to `last - 1`, that has wrong values; empty if there is none."""
+        """Describe the first token, of `first` to `last - 1`, that has wrong values; empty if there
+        is none.
+        """
         known = values.between(first, last)
         blocks, slots = self._places(table, first, last)
         for layer in layers:

@@ -1,4 +1,6 @@
-"""Part of the suite for any connector (see `suite`): how its two halves work together, and with the engine."""
+"""Part of the suite for any connector (see `suite`): how its two halves work together, and with the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class ConnectorPromises:
             copy = pickle.loads(pickle.dumps(orders))
             promise(
                 "orders can be sent to another process and are equal there",
-                # A set may come out of a pickle in another order, and orders need not know when they are equal.
+                # A set may come out of a pickle in another order, and orders need not know when they are
+                # equal.
                 kept=type(copy) is type(orders)
                 and (copy == orders or pickle.dumps(copy) == pickle.dumps(pickle.loads(pickle.dumps(copy)))),
                 seen=f"{orders!r} became {copy!r}",

@@ -76,8 +76,8 @@ class CacheShape:
     Attributes:
         num_kv_heads: Of all ranks together.
         num_ranks: Ranks of the node, which share the heads and have the same blocks.
-        layout: `"uniform"` or `"per-layer"`, both in memory that the connector allocates; or `"foreign"`: per layer, in
-            memory that the node allocates.
+        layout: `"uniform"` or `"per-layer"`, both in memory that the connector allocates; or `"foreign"`: per
+            layer, in memory that the node allocates.
     """
 
     num_layers: int = 3

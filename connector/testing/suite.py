@@ -20,7 +20,8 @@ class ConnectorConformance(LoadPromises, RequestsThatEndEarly, ConnectorPromises
     """The promises of any connector. A subclass overrides the fixture `transfer`, and may override `damage`.
 
     Attributes:
-        deadline_s: How long a test waits for what must happen in the end. It matters only if a promise is broken.
+        deadline_s: How long a test waits for what must happen in the end. It matters only if a promise is
+            broken.
     """
 
     deadline_s: ClassVar[float] = 20.0

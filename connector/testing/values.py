@@ -1,8 +1,9 @@
-"""The keys and values that a model-free node computes: each token's are known, so right and wrong bytes can be told apart.
+"""The keys and values that a model-free node computes: each token's are known, so right and wrong bytes can
+be told apart.
 
-Those of a token depend on everything that a model's depend on: the tokens before it, the adapter, items and vectors in
-the prompt, and the model. They also depend on the cache salt, which does not change what a model computes, so that a
-cache that is shared although the salts differ has wrong values.
+Those of a token depend on everything that a model's depend on: the tokens before it, the adapter, items and
+vectors in the prompt, and the model. They also depend on the cache salt, which does not change what a model
+computes, so that a cache that is shared although the salts differ has wrong values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 if TYPE_CHECKING:
     from .shapes import CacheShape, Request
 
-#: What the node writes into every free block. No token has such a value, and every dtype of 16 bits or more represents it exactly.
+#: What the node writes into every free block. No token has such a value, and every dtype of 16 bits or more
+#: represents it exactly.
 POISON = -64.0
 
 
@@ -37,7 +39,8 @@ class TokenValues:
     shape: CacheShape
 
     def between(self, first: int, last: int) -> torch.Tensor:
-        """Return the values of tokens `first` to `last - 1`: `(num_layers, num_tokens, 2, num_kv_heads, head_size)`.
+        """Return the values of tokens `first` to `last - 1`: `(num_layers, num_tokens, 2, num_kv_heads,
+        head_size)`.
 
         Tokens past the prompt are those of the answer.
         """
@@ -72,7 +75,10 @@ class TokenValues:
 
 
 class Journal:
-    """Everything that the nodes of one test have computed. It names the values that a test finds in a wrong place."""
+    """Everything that the nodes of one test have computed.
+
+    It names the values that a test finds in a wrong place.
+    """
 
     def __init__(self) -> None:
         self._computed: dict[tuple[str, str, int], tuple[TokenValues, int]] = {}

@@ -1,4 +1,6 @@
-"""The connector suite for vLLM's interface: it runs any `KVConnectorBase_V1` on the model-free node. It needs vLLM 0.29 or later.
+"""The connector suite for vLLM's interface: it runs any `KVConnectorBase_V1` on the model-free node.
+
+It needs vLLM 0.29 or later.
 
     from kvferry.connector.testing.vllm import VllmConnectorConformance
 
@@ -8,10 +10,10 @@
             return {"kv_connector": "MyConnector", "kv_connector_module_path": "my.package",
                     "kv_connector_extra_config": {"folder": str(tmp_path)}}
 
-vLLM's own factory makes the two halves of the connector. They are called in the order of vLLM's scheduler and model runner
-(0.32), with vLLM's requests, scheduler output, forward context and attention metadata, and with caches in vLLM's layout.
-Between the halves everything is pickled, as between vLLM's processes. The model-free node takes the place of the model and
-of the scheduler's policy.
+vLLM's own factory makes the two halves of the connector. They are called in the order of vLLM's scheduler and
+model runner (0.32), with vLLM's requests, scheduler output, forward context and attention metadata, and with
+caches in vLLM's layout. Between the halves everything is pickled, as between vLLM's processes. The model-free
+node takes the place of the model and of the scheduler's policy.
 """
 
 from __future__ import annotations
@@ -158,7 +160,10 @@ class _Requests:
         return followed
 
     def answer(self, item: ScheduledRequest) -> None:
-        """Take note that a step has computed tokens. If they end the prompt or follow it, one more token is known now."""
+        """Take note that a step has computed tokens.
+
+        If they end the prompt or follow it, one more token is known now.
+        """
         request = self._by_id[item.request_id]
         num_known = item.num_computed_tokens + item.num_scheduled_tokens + 1
         if num_known > max(request.num_prompt_tokens, request.num_tokens):
@@ -281,7 +286,9 @@ class _VllmScheduler(SchedulerHalf):
         return _Orders(step, scheduled, loading)
 
     def _step(self, scheduled: Sequence[ScheduledRequest], previous: set[str], step: SchedulerOutput) -> Any:
-        """Describe what a step computes in vLLM's terms: new requests in full, the others by what has changed."""
+        """Describe what a step computes in vLLM's terms: new requests in full, the others by what has
+        changed.
+        """
         self._lost_blocks |= step.preempted_req_ids
         for request_id in step.preempted_req_ids:
             self._requests[request_id].status = RequestStatus.PREEMPTED
@@ -406,8 +413,8 @@ class _VllmWorker(WorkerHalf):
         """Register the caches in vLLM's form: (block, head, slot, key and value).
 
         Args:
-            kv_caches: Logical views of pages in which each head has its slots, and each slot its key and then its value;
-                see `VllmNode`.
+            kv_caches: Logical views of pages in which each head has its slots, and each slot its key and then
+                its value; see `VllmNode`.
         """
         self._caches = {name: cache.permute(0, 3, 2, 1, 4).flatten(3) for name, cache in kv_caches.items()}
         for name, cache in self._caches.items():
@@ -426,7 +433,9 @@ class _VllmWorker(WorkerHalf):
     # -- one step ------------------------------------------------------------------------------------
 
     def begin_step(self, orders: KVConnectorMetadata) -> None:
-        """Make the first call of every step of vLLM's, before a block that a request has lost can be overwritten."""
+        """Make the first call of every step of vLLM's, before a block that a request has lost can be
+        overwritten.
+        """
         assert isinstance(orders, _Orders)
         self._scheduler_output = pickle.loads(pickle.dumps(orders.step))  # it comes from another process
         self._connector.handle_preemptions(self._scheduler_output.kv_connector_metadata)
@@ -440,7 +449,9 @@ class _VllmWorker(WorkerHalf):
         self._attn_metadata = dict.fromkeys(self._caches, attn_metadata) if scheduled else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Enter vLLM's own frame of a step: it binds the metadata, and starts loads that the step will read."""
+        """Enter vLLM's own frame of a step: it binds the metadata, and starts loads that the step
+        will read.
+        """
         slots = {name: metadata.slot_mapping for name, metadata in (self._attn_metadata or {}).items()}
         context = create_forward_context(self._attn_metadata, self._vllm_config, slot_mapping=slots)
         with ExitStack() as stack:
@@ -463,7 +474,9 @@ class _VllmWorker(WorkerHalf):
             )
 
     def wait_for_save(self) -> None:
-        """Leave vLLM's frame of the step: it starts the other loads, waits for saves, and takes the report."""
+        """Leave vLLM's frame of the step: it starts the other loads, waits for saves, and takes the
+        report.
+        """
         self._step.close()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -513,7 +526,9 @@ def _only_connector(connector: Any) -> Iterator[None]:
 
 
 def _attention_metadata(scheduled: Sequence[ScheduledRequest], block_size: int) -> Any:
-    """Make the attention metadata of a step as vLLM's CPU backend does, without its plan of the computation."""
+    """Make the attention metadata of a step as vLLM's CPU backend does, without its plan of the
+    computation.
+    """
     counts = [item.num_scheduled_tokens for item in scheduled]
     ends = [item.num_computed_tokens + item.num_scheduled_tokens for item in scheduled]
     tables = [item.block_ids[0] for item in scheduled]
@@ -543,9 +558,9 @@ def _attention_metadata(scheduled: Sequence[ScheduledRequest], block_size: int) 
 class VllmConnector(KVConnectorBase):
     """Adapt a connector of vLLM's to kvferry's interface.
 
-    Its options are those of vLLM's connector. Under the key `_ADAPTER` there are three more: `transfer`, the other fields
-    of vLLM's `KVTransferConfig`; `folder`, where models' configurations may be written; and `is_uniform`, whether the pool
-    is block-major.
+    Its options are those of vLLM's connector. Under the key `_ADAPTER` there are three more: `transfer`, the
+    other fields of vLLM's `KVTransferConfig`; `folder`, where models' configurations may be written; and
+    `is_uniform`, whether the pool is block-major.
     """
 
     def make_scheduler_half(self) -> SchedulerHalf:
@@ -612,7 +627,9 @@ def _vllm_config(config: EngineConfig, group: Any, transfer: Any, folder: Path) 
 
 @lru_cache(maxsize=4)  # most of the time that a node takes to start
 def _model_config(place: str, description: str, dtype: str, max_model_len: int) -> Any:
-    """Have vLLM read the configuration of the model at `place`; `description`, its contents, is part of the key."""
+    """Have vLLM read the configuration of the model at `place`; `description`, its contents, is part of the
+    key.
+    """
     return ModelConfig(
         place,
         skip_tokenizer_init=True,
@@ -647,7 +664,9 @@ def _vllm_kv_cache_config(pool: KVCacheConfig, is_uniform: bool) -> Any:
 
 
 class VllmNode(ModelFreeNode):
-    """A model-free node whose pages lie as vLLM's: each head has its slots, and each slot its key and then its value."""
+    """A model-free node whose pages lie as vLLM's: each head has its slots, and each slot its key and then
+    its value.
+    """
 
     def __init__(self, config: EngineConfig, shape: CacheShape, **kwargs: Any) -> None:
         assert config.kv_transfer is not None
@@ -694,8 +713,8 @@ class VllmConnectorConformance(ConnectorConformance):
     """The promises of any connector, for vLLM's. A subclass overrides the fixture `transfer`.
 
     Attributes:
-        expected_violations: Promises that the connector breaks by design: name of the test, with or without its parameters
-            → why. Such a test must fail.
+        expected_violations: Promises that the connector breaks by design: name of the test, with or without
+            its parameters → why. Such a test must fail.
     """
 
     expected_violations: ClassVar[Mapping[str, str]] = {}
@@ -770,7 +789,9 @@ def skip_unless_drivable(transfer: Mapping[str, Any]) -> None:
 
 @contextmanager
 def groups_of_one() -> Iterator[None]:
-    """Set up vLLM's groups of processes with this one as the only member; many connectors ask them for their rank."""
+    """Set up vLLM's groups of processes with this one as the only member; many connectors ask them for their
+    rank.
+    """
     if parallel_state.model_parallel_is_initialized():
         yield
         return

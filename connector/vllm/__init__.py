@@ -5,9 +5,9 @@
 
 `KvferryEncoderConnector` hands over what a multimodal model's encoder computed; `encoder.py` is its story.
 
-Importing this module does not import vLLM; accessing a class does. If kvferry is installed in vLLM's environment,
-the module path may be left out, because vLLM's plugin loader calls `register`. It registers the connector with NVIDIA Dynamo
-as well, if that is installed.
+Importing this module does not import vLLM; accessing a class does. If kvferry is installed in vLLM's
+environment, the module path may be left out, because vLLM's plugin loader calls `register`. It registers the
+connector with NVIDIA Dynamo as well, if that is installed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def __getattr__(name: str) -> Any:
         from .adapter import KvferryConnector
     except ImportError as error:
         raise BackendUnavailableError(f"{name} cannot work here: {_reason(error)}") from error
-    # vLLM's MultiConnector looks the classes of its children's figures up by name, even if the name came with a module
-    # path. It does so in the front end, where the plugins may be switched off (VLLM_PLUGINS).
+    # vLLM's MultiConnector looks the classes of its children's figures up by name, even if the name came with
+    # a module path. It does so in the front end, where the plugins may be switched off (VLLM_PLUGINS).
     _register_with_vllm()
     return KvferryConnector
 

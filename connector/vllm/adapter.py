@@ -49,16 +49,17 @@ try:
 except ImportError:  # before 0.32 vLLM does not tell the sources of hits apart
     CacheHitSource = None
 
-#: Before 0.30 a connector can report a failed load to vLLM only by its blocks, and only with a single group. If the
-#: connector is not a `SupportsHMA`, vLLM puts all layers into one group.
+#: Before 0.30 a connector can report a failed load to vLLM only by its blocks, and only with a single group.
+#: If the connector is not a `SupportsHMA`, vLLM puts all layers into one group.
 _Groups: type = SupportsHMA if hasattr(KVConnectorBase_V1, "get_transfer_results") else object
 
 
 class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
-    """Hands the blocks of finished prompts over between vLLM nodes; the decode node reads the prefill node's pool.
+    """Hands the blocks of finished prompts over between vLLM nodes; the decode node reads the prefill node's
+    pool.
 
-    Loads are asynchronous, and nothing is saved layer by layer. The options in `kv_connector_extra_config` are
-    those of `ConnectorOptions`.
+    Loads are asynchronous, and nothing is saved layer by layer. The options in `kv_connector_extra_config`
+    are those of `ConnectorOptions`.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -66,8 +67,8 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         kv_cache_config: vLLM's pool.
 
     Raises:
-        ConfigurationError: an option is unknown or has a bad value, or vLLM is configured in a way that is not
-            supported; vLLM does not start.
+        ConfigurationError: an option is unknown or has a bad value, or vLLM is configured in a way that is
+            not supported; vLLM does not start.
         BackendUnavailableError: the transport cannot work here; the message says what would help.
     """
 
@@ -90,7 +91,8 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
             return self._side
         raise KVTransferStateError("a method of the worker half was called on a scheduler half")
 
-    #: For `kvferry.connector.testing.vllm`, whose nodes have none: only windows and chunks need vLLM's block pool.
+    #: For `kvferry.connector.testing.vllm`, whose nodes have none: only windows and chunks need vLLM's block
+    #: pool.
     can_do_without_block_pool = True
     #: vLLM's label for the tokens that we load, in its metrics since 0.32.
     _cache_hit_source = getattr(CacheHitSource, "P2P", None)
@@ -99,7 +101,9 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Ask for one run of bytes per block over all layers, if the user wants that; vLLM falls back where it cannot."""
+        """Ask for one run of bytes per block over all layers, if the user wants that; vLLM falls back where
+        it cannot.
+        """
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         connector_options(extra)  # this is called before there is a pool, so a wrong option is reported early
         return "BLHNC" if extra.get("cross_layer_blocks") is True else None
@@ -197,7 +201,9 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return self._worker.get_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks of the failed loads of `get_finished`; empty after `get_transfer_results`, which names requests."""
+        """Take the blocks of the failed loads of `get_finished`; empty after `get_transfer_results`, which
+        names requests.
+        """
         return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> LoadErrors | None:
@@ -230,7 +236,9 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], WorkerHandshake]
     ) -> None:
-        """Learn where the workers can be reached, by (stage, tensor-parallel rank); vLLM without stages calls the other one."""
+        """Learn where the workers can be reached, by (stage, tensor-parallel rank); vLLM without stages calls
+        the other one.
+        """
         ranks = enumerate(sorted(metadata))
         self._scheduler.set_handshake_metadata({rank: metadata[place] for rank, place in ranks})
 
@@ -241,7 +249,9 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return the groups that every load fills: not those of a draft model, which the peer may not have."""
+        """Return the groups that every load fills: not those of a draft model, which the peer may not
+        have.
+        """
         return self._loaded_groups
 
     @cached_property
@@ -302,7 +312,8 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
     from vllm.distributed import get_pp_group, get_tp_group
 
     tensor, stages = get_tp_group(), get_pp_group()
-    # A start of the node is one start, whatever the number of ranks: first each stage agrees, then all take the first stage's.
+    # A start of the node is one start, whatever the number of ranks: first each stage agrees, then all take
+    # the first stage's.
     epoch = stages.broadcast_object(tensor.broadcast_object(new_epoch()))
     options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config, vllm_config)
@@ -324,7 +335,9 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
 
 
 def _num_layers(pool: KVCacheConfig, stages: Any) -> int:
-    """Return the number of the target model's layers that keep a cache, over all stages; 0 if there is one stage."""
+    """Return the number of the target model's layers that keep a cache, over all stages; 0 if there is one
+    stage.
+    """
     if stages.world_size == 1:
         return 0
     import torch
@@ -336,7 +349,9 @@ def _num_layers(pool: KVCacheConfig, stages: Any) -> int:
 
 
 def _log_where_vllm_logs() -> None:
-    """Send our log to vLLM's handlers, because vLLM sets up only its own logger; not if the user has set ours up."""
+    """Send our log to vLLM's handlers, because vLLM sets up only its own logger; not if the user has set ours
+    up.
+    """
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

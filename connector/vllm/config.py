@@ -46,7 +46,8 @@ _UNSUPPORTED_FLAGS = (
 )
 #: Parts of the names of layers that only draft models have.
 _DRAFT_ROOTS = frozenset({"draft_model", "mtp"})
-#: vLLM's kinds of cache of which a request keeps all blocks, in the order of its block table, `block_size` tokens per block.
+#: vLLM's kinds of cache of which a request keeps all blocks, in the order of its block table, `block_size`
+#: tokens per block.
 _KINDS_THAT_KEEP_ALL = frozenset({"FullAttentionSpec", "TQFullAttentionSpec", "MLAAttentionSpec"})
 #: These, and those that free blocks that no later token sees.
 _KINDS = _KINDS_THAT_KEEP_ALL | {
@@ -85,8 +86,8 @@ def engine_config(
         identity: Digests of the model's files. Only a worker half needs it, because it talks to peers.
 
     Raises:
-        ConfigurationError: a request's cache would be spread over ranks in a way that is not supported, or a peer could
-            not rely on the cache.
+        ConfigurationError: a request's cache would be spread over ranks in a way that is not supported, or a
+            peer could not rely on the cache.
     """
     _refuse_unsupported(vllm_config)
     parallel, model, transfer = (
@@ -126,7 +127,9 @@ def engine_config(
 
 
 def kv_cache_config(config: Any, vllm_config: Any = None) -> KVCacheConfig:
-    """Translate vLLM's pool: its blocks and the groups that are handed over. Where the bytes lie is read off the tensors.
+    """Translate vLLM's pool: its blocks and the groups that are handed over.
+
+    Where the bytes lie is read off the tensors.
 
     Args:
         vllm_config: It tells a draft model's layers from the others; without it there are none.
@@ -145,8 +148,9 @@ def kv_cache_config(config: Any, vllm_config: Any = None) -> KVCacheConfig:
 def served_groups(config: Any, vllm_config: Any = None) -> dict[int, Any]:
     """Return the groups of vLLM's pool that are handed over, by their index.
 
-    vLLM marks a group as not to be transferred if its contents can be made from those of another group. A group of a draft
-    model is left out if it keeps something that cannot be handed over, because no answer depends on it.
+    vLLM marks a group as not to be transferred if its contents can be made from those of another group. A
+    group of a draft model is left out if it keeps something that cannot be handed over, because no answer
+    depends on it.
     """
     return {
         index: group
@@ -205,7 +209,8 @@ def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor], vll
 
 
 def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
-    """What must be equal on a peer although kvferry does not know what it means: vLLM's kernels and how they pack a page.
+    """What must be equal on a peer although kvferry does not know what it means: vLLM's kernels and how they
+    pack a page.
 
     Raises:
         ConfigurationError: it is not known how a page is packed.
@@ -224,12 +229,14 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
 
 
 def answer_fields(vllm_config: Any) -> dict[str, str | int]:
-    """Return what decides an answer but not the cache of its prompt: how a token is chosen if the request does not say it."""
+    """Return what decides an answer but not the cache of its prompt: how a token is chosen if the request
+    does not say it.
+    """
     model = vllm_config.model_config
     sampling = model.get_diff_sampling_param()
     default = int(sampling.get("max_tokens") or 0)
-    # As vLLM's servers do it: the limit of a model's own file counts where a request has none, and one that the operator gives
-    # counts always.
+    # As vLLM's servers do it: the limit of a model's own file counts where a request has none, and one that
+    # the operator gives counts always.
     overrides = getattr(model, "override_generation_config", None) or {}
     is_from_operator = getattr(model, "generation_config", "auto") not in ("auto", "vllm")
     most = default if is_from_operator else int(overrides.get("max_new_tokens") or 0)
@@ -245,10 +252,11 @@ def answer_fields(vllm_config: Any) -> dict[str, str | int]:
 
 
 def can_continue_answers(vllm_config: Any) -> bool:
-    """Whether another server can go on with an answer: the next token depends on nothing but the tokens so far.
+    """Whether another server can go on with an answer: the next token depends on nothing but the tokens so
+    far.
 
-    The other server takes the answer so far for a part of the prompt. Its penalties do not count that, and nothing is known
-    of custom logits processors.
+    The other server takes the answer so far for a part of the prompt. Its penalties do not count that, and
+    nothing is known of custom logits processors.
     """
     model = vllm_config.model_config
     sampling = model.get_diff_sampling_param()
@@ -257,7 +265,9 @@ def can_continue_answers(vllm_config: Any) -> bool:
 
 
 def event_publisher(vllm_config: Any) -> dict[str, Any]:
-    """Return where vLLM publishes its KV events, as a description says it; empty if a router could not connect there."""
+    """Return where vLLM publishes its KV events, as a description says it; empty if a router could not
+    connect there.
+    """
     config = getattr(vllm_config, "kv_events_config", None)
     if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
         return {}
@@ -278,14 +288,17 @@ def event_publisher(vllm_config: Any) -> dict[str, Any]:
 
 
 def _port_of(endpoint: str) -> int:
-    """Return the port at which vLLM listens for an endpoint; 0 if it listens at none, or at one that it draws."""
+    """Return the port at which vLLM listens for an endpoint; 0 if it listens at none, or at one that it
+    draws.
+    """
     is_listening = endpoint.startswith("tcp://") and ("*" in endpoint or "::" in endpoint)
     port = endpoint.rpartition(":")[2]
     return int(port) if is_listening and port.isdecimal() else 0
 
 
 def state_fields(config: Any) -> dict[str, str]:
-    """Return what must be equal on a peer for recurrent states, which are handed over as opaque bytes; empty without states.
+    """Return what must be equal on a peer for recurrent states, which are handed over as opaque bytes; empty
+    without states.
 
     The order of a state's axes depends on the machine and on vLLM's settings, but its size does not.
 
@@ -322,7 +335,9 @@ def _layer_specs(groups: Iterable[Any]) -> dict[str, Any]:
 
 
 def _packing(layer: Any) -> str:
-    """The instruction set for which CPU attention has ordered a layer's keys; vLLM before 0.29 knows it one level below."""
+    """The instruction set for which CPU attention has ordered a layer's keys; vLLM before 0.29 knows it one
+    level below.
+    """
     packing = getattr(layer, "isa", "") or getattr(getattr(layer, "impl", None), "isa", "")
     if (
         not packing
@@ -345,7 +360,8 @@ def _refuse_unsupported(vllm_config: Any) -> None:
 
 
 def _num_kv_heads(model: Any, num_ranks: int, specs: Iterable[AttentionSpec]) -> int:
-    """Return the KV heads per layer of a whole model, from vLLM's model configuration; 0 if layers differ from it.
+    """Return the KV heads per layer of a whole model, from vLLM's model configuration; 0 if layers differ
+    from it.
 
     The number tells ranks that share one head from ranks that have one head each.
     """

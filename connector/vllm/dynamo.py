@@ -1,8 +1,8 @@
 """Register the connector with NVIDIA Dynamo, if that is installed.
 
-Dynamo's worker around vLLM looks the connector's name up in a table. The row says what a request for a prefill asks for, and
-what of its answer the decode worker gets. A name that is not in the table is refused. Our `kv_transfer_params` have the shape
-of NixlConnector's, so we take its row.
+Dynamo's worker around vLLM looks the connector's name up in a table. The row says what a request for a
+prefill asks for, and what of its answer the decode worker gets. A name that is not in the table is refused.
+Our `kv_transfer_params` have the shape of NixlConnector's, so we take its row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TRIED_VERSION = "1.6.1"
 def register_with_dynamo(connector: str) -> None:
     """Add the connector to Dynamo's table, and do nothing if Dynamo is not installed. Idempotent.
 
-    Raises nothing, because vLLM must start also with a Dynamo that has no such table. Then it logs one warning.
+    Raises nothing, because vLLM must start also with a Dynamo that has no such table. Then it logs one
+    warning.
     """
     try:
         table = importlib.import_module(TABLE_MODULE)

@@ -1,15 +1,18 @@
-"""An encoder apart: what a multimodal model's encoder computed goes from the node that computed it to the one that needs it.
+"""An encoder apart: what a multimodal model's encoder computed goes from the node that computed it to the one
+that needs it.
 
     vllm serve MODEL --ec-transfer-config '{"ec_connector": "KvferryEncoderConnector",
         "ec_connector_module_path": "kvferry.connector.vllm", "ec_role": "ec_producer"}'
 
-For the handoff protocol an item (an image, a sound) is a request whose cache has one layer, with a row per token of the item. So
-transports, guards, leases and digests are those of KV caches. All of it is in the scheduler's process: vLLM runs no step of a worker
-while a request waits for an item, and takes nothing back from the workers of a node that only encodes. Such a worker writes what
-it has computed into the pool, which it maps. What has been loaded travels to the workers with a step's orders.
+For the handoff protocol an item (an image, a sound) is a request whose cache has one layer, with a row per
+token of the item. So transports, guards, leases and digests are those of KV caches. All of it is in the
+scheduler's process: vLLM runs no step of a worker while a request waits for an item, and takes nothing back
+from the workers of a node that only encodes. Such a worker writes what it has computed into the pool, which
+it maps. What has been loaded travels to the workers with a step's orders.
 
-What must never break: an item is offered only if all its rows are in its blocks, and a worker gets one only after its bytes were
-accepted under the guard. One that cannot be had is computed here, so no failure of a peer costs an answer.
+What must never break: an item is offered only if all its rows are in its blocks, and a worker gets one only
+after its bytes were accepted under the guard. One that cannot be had is computed here, so no failure of a
+peer costs an answer.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ logger = logging.getLogger(__name__)
 _FORM = "kvferry-encoder-1"
 #: Rows of a block of the pool.
 _BLOCK_ROWS = 16
-#: vLLM repeats its loop at once while a request waits for an item. Each time, its end is waited for this long.
+#: vLLM repeats its loop at once while a request waits for an item. Each time, its end is waited for this
+#: long.
 _POLL_S = 0.002
 _ROLES: Mapping[str, KVRole] = {"ec_producer": "kv_producer", "ec_consumer": "kv_consumer"}
 
@@ -87,7 +91,8 @@ class Place:
     """Where an item's rows are to be written.
 
     Attributes:
-        ticket: What the first block's ticket is to hold when they are written: a number that nothing else ever has.
+        ticket: What the first block's ticket is to hold when they are written: a number that nothing else
+            ever has.
     """
 
     ticket: int
@@ -102,7 +107,8 @@ class EncoderOrders(ECConnectorMetadata):  # type: ignore[misc]
     Attributes:
         pool: Where the worker finds the pool, and its form.
         wanted: Items that are to be written, as soon as they are computed.
-        unwanted: Tickets of those that are not to be written any more. They come first: their blocks may be others' by now.
+        unwanted: Tickets of those that are not to be written any more. They come first: their blocks may be
+            others' by now.
         loaded: Items that have come: `(num_rows, width)`.
     """
 
@@ -116,7 +122,8 @@ class ItemPool:
     """Blocks of rows in memory that both halves map, and a ticket per block.
 
     Args:
-        path: Of a file that another process keeps open; empty: memory of a new one, which lives as long as the processes.
+        path: Of a file that another process keeps open; empty: memory of a new one, which lives as long as
+            the processes.
 
     Attributes:
         blocks: `(num_blocks, rows of a block, width)`.
@@ -289,7 +296,10 @@ class KvferryEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         return EncoderPromMetrics(*args)
 
     def weights_may_change(self) -> None:
-        """Exchange nothing any more. What a caller of the workers does to the weights of an encoder is not looked at."""
+        """Exchange nothing any more.
+
+        What a caller of the workers does to the weights of an encoder is not looked at.
+        """
         self._scheduler_side.end_all(
             "the workers were called, and may have other weights now; restart the node"
         )
@@ -361,7 +371,8 @@ class SchedulerSide:
     def take_stats(self) -> EncoderStats:
         """Return what has changed since the last call."""
         counts: dict[str, float] = {name: getattr(self, f"num_{name}") for name in _COUNTS}
-        # Counting them also takes back the blocks of offers that have ended, which nothing else does while no item is asked for.
+        # Counting them also takes back the blocks of offers that have ended, which nothing else does while no
+        # item is asked for.
         usage = self.num_used / (len(self._pool.blocks) - 1)
         before, self._told = self._told, {**counts, _USAGE: usage}
         if self._told == before:
@@ -372,7 +383,10 @@ class SchedulerSide:
     # -- items of this node --------------------------------------------------------------------------
 
     def want(self, request: Any) -> None:
-        """Ask the worker for a request's items. One for which there is no room is not offered: its consumer computes it."""
+        """Ask the worker for a request's items.
+
+        One for which there is no room is not offered: its consumer computes it.
+        """
         if request.request_id in self._wanted:
             return
         places = self._wanted[request.request_id] = {}
@@ -387,7 +401,10 @@ class SchedulerSide:
             self._orders.wanted.append((item, place))
 
     def _offer(self, item: str, place: Place, *, is_aborted: bool) -> dict[str, Any] | None:
-        """Offer an item. Returns the params for the node that needs it; None if none does, or the worker has not written it."""
+        """Offer an item.
+
+        Returns the params for the node that needs it; None if none does, or the worker has not written it.
+        """
         if is_aborted or not self._pool.has(place):
             # The orders that say so reach the worker before any that give the blocks to another item.
             self._orders.unwanted.add(place.ticket)
@@ -462,7 +479,10 @@ class SchedulerSide:
         return orders
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
-        """Forget a request. Returns the params with which other nodes load its items, if any were computed."""
+        """Forget a request.
+
+        Returns the params with which other nodes load its items, if any were computed.
+        """
         for item in [key for key, each in self._items.items() if request.request_id in each.requests]:
             known = self._items[item]
             known.requests.remove(request.request_id)
@@ -487,7 +507,8 @@ class SchedulerSide:
                 self._failed(known, item, why)
             else:
                 known.phase = _Phase.HERE
-                # A copy, because the blocks are free from now on, and the worker gets the rows in a later step.
+                # A copy, because the blocks are free from now on, and the worker gets the rows in a later
+                # step.
                 known.rows = self._pool.read(known.blocks, known.num_rows)
                 self.num_loaded += 1
             self._free.extend(known.blocks)
@@ -586,5 +607,8 @@ def _served_pool(vllm_config: Any) -> tuple[HandoffWorker, ItemPool]:
 
 
 def _content(item: str, num_rows: int) -> str:
-    """Hash what an item's rows were computed from. `item` is vLLM's digest of the item, or the id that a client gave it."""
+    """Hash what an item's rows were computed from.
+
+    `item` is vLLM's digest of the item, or the id that a client gave it.
+    """
     return hashlib.sha256(msgpack.packb([_FORM, item, num_rows])).hexdigest()

@@ -23,7 +23,8 @@ from ..identity.model import (
 
 logger = logging.getLogger(__name__)
 
-#: What the keys and values that a draft model computes for a prompt depend on, of vLLM's `speculative_config`.
+#: What the keys and values that a draft model computes for a prompt depend on, of vLLM's
+#: `speculative_config`.
 _DRAFT_SETTINGS = ("method", "parallel_drafting", "use_heterogeneous_vocab")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -41,18 +42,21 @@ _PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
 def model_identity(
     vllm_config: Any, cache: DigestCache | None = None, *, has_draft: bool = False, by_name: bool = False
 ) -> ModelIdentity:
-    """Hash the model's files where vLLM has them: a local folder or file, or a snapshot of the Hugging Face cache.
+    """Hash the model's files where vLLM has them: a local folder or file, or a snapshot of the Hugging Face
+    cache.
 
-    Nothing is fetched. Without files, a repository and a commit stand for the weights, because a commit never changes. A draft
-    model has a digest of its own, because peers may have another one or none.
+    Nothing is fetched. Without files, a repository and a commit stand for the weights, because a commit never
+    changes. A draft model has a digest of its own, because peers may have another one or none.
 
     Args:
         cache: Where digests of files are kept; by default the user's.
         has_draft: Whether there is a draft model with a cache of its own.
-        by_name: Without files and without a commit, the model's name stands for the weights, and a warning says so.
+        by_name: Without files and without a commit, the model's name stands for the weights, and a warning
+            says so.
 
     Raises:
-        ConfigurationError: a file cannot be read, or nothing but a name tells which weights they are; vLLM does not start.
+        ConfigurationError: a file cannot be read, or nothing but a name tells which weights they are; vLLM
+            does not start.
     """
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
     tokenizer = _tokenizer_folder(model, load)
@@ -85,7 +89,9 @@ def _draft(vllm_config: Any, weights: str, cache: DigestCache | None, *, by_name
 
 
 def weights_of_files(vllm_config: Any) -> str:
-    """Hash the weight files that vLLM loaded last, as `model_identity` does at the start, where a name was enough or not needed."""
+    """Hash the weight files that vLLM loaded last, as `model_identity` does at the start, where a name was
+    enough or not needed.
+    """
     return _weights(vllm_config.model_config, getattr(vllm_config, "load_config", None), None, by_name=True)
 
 
@@ -109,7 +115,8 @@ def _weights(model: Any, load: Any, cache: DigestCache | None, *, by_name: bool)
     if files:
         return weights_digest(files, cache)
     name = model_name(model)
-    # In an object store's place a revision means nothing, and a branch or a tag may name other weights tomorrow.
+    # In an object store's place a revision means nothing, and a branch or a tag may name other weights
+    # tomorrow.
     if not getattr(model, "model_weights", "") and _COMMIT.fullmatch(getattr(model, "revision", None) or ""):
         return name
     if not by_name:
@@ -128,7 +135,9 @@ def _weights(model: Any, load: Any, cache: DigestCache | None, *, by_name: bool)
 
 
 def _configuration(model: Any, load: Any) -> str:
-    """Hash the configuration file and the options that change it; without the file, vLLM's configuration object."""
+    """Hash the configuration file and the options that change it; without the file, vLLM's configuration
+    object.
+    """
     name = getattr(model, "hf_config_path", None) or model.model
     place = _local_place(name, getattr(model, "revision", None), load)
     overrides = getattr(model, "hf_overrides", None) or {}
@@ -142,8 +151,8 @@ def _configuration(model: Any, load: Any) -> str:
         content["mm_processor_kwargs"] = dict(processing)
     if (is_long := _uses_long_factors(model)) is not None:
         content["long_rope"] = is_long
-    # The file is better than vLLM's object, which contains the defaults of one version of transformers. But if a function
-    # changes the object, only the object can be compared.
+    # The file is better than vLLM's object, which contains the defaults of one version of transformers. But
+    # if a function changes the object, only the object can be compared.
     if place is not None and (place / "config.json").is_file() and isinstance(overrides, Mapping):
         content |= {"file": read_configuration(place), "overrides": dict(overrides)}
     elif (config := getattr(model, "hf_config", None)) is not None:
@@ -154,9 +163,11 @@ def _configuration(model: Any, load: Any) -> str:
 
 
 def _uses_long_factors(model: Any) -> bool | None:
-    """Whether a model with two sets of rotary factors computes with the one for long prompts; None if it has one set.
+    """Whether a model with two sets of rotary factors computes with the one for long prompts; None if it has
+    one set.
 
-    vLLM chooses the set by `max_model_len`, for prompts of any length. So nodes with other limits can compute other keys.
+    vLLM chooses the set by `max_model_len`, for prompts of any length. So nodes with other limits can compute
+    other keys.
     """
     config = getattr(model, "hf_text_config", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)

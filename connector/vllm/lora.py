@@ -22,12 +22,14 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin
 def adapter_identity(lora_request: Any) -> str | None:
     """Name a request's adapter so that equal names mean equal weights; None for a request without an adapter.
 
-    The result is the adapter's name and a hash of its files. vLLM's own prefix cache uses the path instead. But two nodes
-    may keep the same adapter at different paths, or different adapters at the same path. An adapter that vLLM fetched
-    from a repository has no path of its own, so the repository's name stands for its contents.
+    The result is the adapter's name and a hash of its files. vLLM's own prefix cache uses the path instead.
+    But two nodes may keep the same adapter at different paths, or different adapters at the same path. An
+    adapter that vLLM fetched from a repository has no path of its own, so the repository's name stands for
+    its contents.
 
-    vLLM may have loaded the adapter before its files changed, or after, and its prefix cache may have blocks of both. So if the
-    files are others than at the first request for this number and path, the result equals no other.
+    vLLM may have loaded the adapter before its files changed, or after, and its prefix cache may have blocks
+    of both. So if the files are others than at the first request for this number and path, the result equals
+    no other.
     """
     if not lora_request:
         return None

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 class PoolPlacement:
     """Gives vLLM a buffer of ours when it allocates the one buffer that holds all its caches.
 
-    vLLM lets a connector wrap that allocation in a context, but not return the memory: on the CPU the allocation is a call
-    of `torch.zeros`. Inside the context the first such call for a buffer of the right size and type returns our buffer.
-    Whether that worked is checked afterwards. Only speed depends on it.
+    vLLM lets a connector wrap that allocation in a context, but not return the memory: on the CPU the
+    allocation is a call of `torch.zeros`. Inside the context the first such call for a buffer of the right
+    size and type returns our buffer. Whether that worked is checked afterwards. Only speed depends on it.
 
     Args:
         allocate: `num_bytes` → an int8 tensor of that many zeroed bytes.

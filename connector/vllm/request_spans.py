@@ -8,8 +8,8 @@ The spans of one request follow each other, and `node` is around them:
     first_step  from then until its first token
     generate    the rest
 
-vLLM tells a connector nothing of tokens. The first one is seen at the begin of the next step, or of the one after that if vLLM
-schedules ahead.
+vLLM tells a connector nothing of tokens. The first one is seen at the begin of the next step, or of the one
+after that if vLLM schedules ahead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class RequestSpans:
 
     def __init__(self) -> None:
         self._ended = RecentSpans()
-        # vLLM ends each request that it has taken up once, also one that is aborted, so these are its requests at most.
+        # vLLM ends each request that it has taken up once, also one that is aborted, so these are its
+        # requests at most.
         self._followed: dict[str, _Followed] = {}
         self._without_token: dict[str, _Followed] = {}  # a part of them, so that a step need not look at all
 
@@ -80,7 +81,10 @@ class RequestSpans:
             followed.num_cached_tokens = num_cached_tokens
 
     def allocated(self, request_id: str, num_external_tokens: int) -> None:
-        """Note that a request has blocks. After a load vLLM calls once more, and after a preemption it begins anew."""
+        """Note that a request has blocks.
+
+        After a load vLLM calls once more, and after a preemption it begins anew.
+        """
         if (followed := self._without_token.get(request_id)) is None:
             return  # preempted after its first token: that is over
         followed.num_loaded_tokens += num_external_tokens

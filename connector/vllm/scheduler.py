@@ -97,7 +97,9 @@ class VllmRequest:
 
 
 def client_request_id(request_id: str) -> str:
-    """Return the id that a client gave, of an id of the engine: `chatcmpl-ID-RANDOM`, `cmpl-ID-0-RANDOM` or `ID-RANDOM`."""
+    """Return the id that a client gave, of an id of the engine: `chatcmpl-ID-RANDOM`, `cmpl-ID-0-RANDOM` or
+    `ID-RANDOM`.
+    """
     from vllm import envs
 
     is_random = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
@@ -109,11 +111,12 @@ def client_request_id(request_id: str) -> str:
 
 
 def _can_be_cut(request: Any) -> bool:
-    """Whether the last token can be left out of the prompt of a request whose recurrent state is to be offered.
+    """Whether the last token can be left out of the prompt of a request whose recurrent state is to be
+    offered.
 
-    The decode node computes that token itself, and a state cannot be moved back by one token. The single token of this
-    node's answer then follows the shorter prompt, so it means nothing. A request that wants more from this node keeps its
-    prompt: it gets the right answer, and the half does not offer its state.
+    The decode node computes that token itself, and a state cannot be moved back by one token. The single
+    token of this node's answer then follows the shorter prompt, so it means nothing. A request that wants
+    more from this node keeps its prompt: it gets the right answer, and the half does not offer its state.
     """
     sampling = request.sampling_params
     wants_only_the_offer = (
@@ -133,12 +136,14 @@ def _leave_out_last_token(request: Any) -> None:
 def _end_at_once(request: Any, identity: str) -> None:
     """End a request with its first token, and say so in its stop reason, where also a stream shows it.
 
-    vLLM gives a connector no way to fail a request under the policy `recompute`, and a recomputed prompt does not help here: its
-    last token is another model's. No client receives the token that this leaves, because only a router sends such requests.
+    vLLM gives a connector no way to fail a request under the policy `recompute`, and a recomputed prompt does
+    not help here: its last token is another model's. No client receives the token that this leaves, because
+    only a router sends such requests.
     """
     request.max_tokens = 1
-    # A router looks for an answer that ends by `length`: a client's stop text ends one by `stop`, as these tokens would. Before
-    # `min_tokens` some versions of vLLM end nothing. A copy, because vLLM's front end may hold the same object.
+    # A router looks for an answer that ends by `length`: a client's stop text ends one by `stop`, as these
+    # tokens would. Before `min_tokens` some versions of vLLM end nothing. A copy, because vLLM's front end
+    # may hold the same object.
     request.sampling_params = sampling = copy(request.sampling_params)
     sampling.stop_token_ids, sampling._eos_token_id, sampling.min_tokens = [], None, 0
     request.stop_reason = (
@@ -177,7 +182,10 @@ class _Movable:
     is_stopped: bool = False
 
     def stop(self) -> bool:
-        """End the answer with the next token that vLLM has not begun to compute. False: it ends by itself, or is stopped already."""
+        """End the answer with the next token that vLLM has not begun to compute.
+
+        False: it ends by itself, or is stopped already.
+        """
         request = self.request
         # vLLM may have scheduled a step ahead; the tokens of that are not told yet.
         num_tokens = request.num_output_tokens + getattr(request, "num_output_placeholders", 0)
@@ -205,16 +213,19 @@ class _Early:
 class SchedulerSide:
     """Translates vLLM's calls, and turns each request that the half refuses into a load that fails.
 
-    A refusal cannot be raised to vLLM's scheduler, because an exception ends the engine. So a refused request gets blocks
-    as for any load, and a worker half reports at once that the load failed. Then vLLM's own policy,
-    `kv_load_failure_policy`, decides between an error for the client and computing the prompt here.
+    A refusal cannot be raised to vLLM's scheduler, because an exception ends the engine. So a refused request
+    gets blocks as for any load, and a worker half reports at once that the load failed. Then vLLM's own
+    policy, `kv_load_failure_policy`, decides between an error for the client and computing the prompt here.
 
     Args:
         shared, windows: Empty; they belong to this object from now on.
-        served_groups: Indices of the groups that are handed over, of all that vLLM has block tables of; empty: all of them.
-        can_meet: Whether a router can name an offer of this node in advance: it cannot where several engines share an address.
-        can_be_early: Whether a prompt may be offered while it is computed. If vLLM zeroes blocks before it uses them, its
-            second model runner zeroes those of a preempted request before we can end the request's open offer.
+        served_groups: Indices of the groups that are handed over, of all that vLLM has block tables of;
+            empty: all of them.
+        can_meet: Whether a router can name an offer of this node in advance: it cannot where several engines
+            share an address.
+        can_be_early: Whether a prompt may be offered while it is computed. If vLLM zeroes blocks before it
+            uses them, its second model runner zeroes those of a preempted request before we can end the
+            request's open offer.
         answer_fields: What decides this node's answers, besides the fields of its worker halves.
         can_continue: Whether this node's settings let another one go on with its answers.
         publisher: Where vLLM publishes its KV events; empty if it does not.
@@ -242,7 +253,8 @@ class SchedulerSide:
         self._loaded_fields: Mapping[str, str | int] = NO_FIELDS
         self._start = ""
         self._begins_anew = False
-        #: Whether vLLM has computed something since its prefix cache was last reset. The code that resets the cache clears it.
+        #: Whether vLLM has computed something since its prefix cache was last reset. The code that resets the
+        #: cache clears it.
         self.has_computed = False
         self._early: dict[str, _Early] = {}
         self._movable: dict[str, _Movable] = {}  # by request
@@ -269,7 +281,9 @@ class SchedulerSide:
 
     @property
     def identity(self) -> str:
-        """Digest of what decides this node's answers now. Empty: it is not known, or not enough to continue an answer.
+        """Digest of what decides this node's answers now.
+
+        Empty: it is not known, or not enough to continue an answer.
 
         Then no node continues another one's answers.
         """
@@ -317,7 +331,8 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
-        # Outside of the `try`, because a request that is refused is followed too. So nothing may be assumed of its params here.
+        # Outside of the `try`, because a request that is refused is followed too. So nothing may be assumed
+        # of its params here.
         headers = getattr(request, "trace_headers", None) or {}
         traceparent = traceparent_of(headers) or traceparent_of(request.kv_transfer_params)
         self._spans.arrived(request, client_request_id(request_id), traceparent)
@@ -349,8 +364,8 @@ class SchedulerSide:
         except KVTransferError as error:
             logger.warning("request %r cannot be handed over: %s", request_id, error)
             self._refused[request_id] = str(error)
-            # vLLM reads them once more after us, and assumes that they are a dictionary. A dictionary stays as it is: beside
-            # us in a MultiConnector there may be connectors with keys of their own in it.
+            # vLLM reads them once more after us, and assumes that they are a dictionary. A dictionary stays
+            # as it is: beside us in a MultiConnector there may be connectors with keys of their own in it.
             if not isinstance(request.kv_transfer_params, dict):
                 request.kv_transfer_params = None
 
@@ -360,9 +375,9 @@ class SchedulerSide:
         if self._shared.is_waiting(request.request_id):
             return None, False
         if request.request_id in self._must_yield:
-            # vLLM frees the blocks of a failed load only when the request is the first of those that hold blocks. If this one
-            # then finds too few free blocks, vLLM looks at no other request, so loads that fail together would wait for each
-            # other for ever. `None` puts it behind them, once.
+            # vLLM frees the blocks of a failed load only when the request is the first of those that hold
+            # blocks. If this one then finds too few free blocks, vLLM looks at no other request, so loads
+            # that fail together would wait for each other for ever. `None` puts it behind them, once.
             self._must_yield.remove(request.request_id)
             return None, False
         if request.request_id not in self._refused:
@@ -374,8 +389,8 @@ class SchedulerSide:
         self.has_computed = True  # or is about to, or loads
         self._spans.allocated(request.request_id, num_external_tokens)
         tables = self._served(blocks.get_block_ids())
-        # vLLM calls once more after the load, without external tokens. Only then is the prompt in the prefix cache, so
-        # requests that wait for it must not go on before.
+        # vLLM calls once more after the load, without external tokens. Only then is the prompt in the prefix
+        # cache, so requests that wait for it must not go on before.
         if not num_external_tokens:
             self._shared.end_load(request.request_id)
         else:
@@ -405,9 +420,12 @@ class SchedulerSide:
         return StepMetadata(self._half.build_connector_meta(step), refused, preempted, is_idle)
 
     def _take_preempted(self, scheduler_output: Any) -> frozenset[str]:
-        """Take the requests that lost their blocks. They are not offered early again: their consumers were denied.
+        """Take the requests that lost their blocks.
 
-        vLLM's own list is not enough: in some versions it lacks requests that a reset of the prefix cache preempted.
+        They are not offered early again: their consumers were denied.
+
+        vLLM's own list is not enough: in some versions it lacks requests that a reset of the prefix cache
+        preempted.
         """
         gone = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
         gone |= set(getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", None) or ())
@@ -419,8 +437,9 @@ class SchedulerSide:
     def _note_progress(self, scheduler_output: Any) -> None:
         """Offer what earlier steps have computed of the prompts that are to be offered early.
 
-        The step that is being scheduled has computed nothing yet. Neither has a prefix hit of its new requests, because vLLM
-        enters blocks into the prefix cache when it schedules them. So only requests of earlier steps progress.
+        The step that is being scheduled has computed nothing yet. Neither has a prefix hit of its new
+        requests, because vLLM enters blocks into the prefix cache when it schedules them. So only requests of
+        earlier steps progress.
         """
         for new in scheduler_output.scheduled_new_reqs:
             if (early := self._early.get(new.req_id)) is not None:
@@ -515,7 +534,10 @@ class SchedulerSide:
         return identity == self.identity and request.lora_request is None
 
     def _stop(self, name: str) -> None:
-        """Stop the answer that may be moved by this name. If it has ended, the order came too late, which is no error."""
+        """Stop the answer that may be moved by this name.
+
+        If it has ended, the order came too late, which is no error.
+        """
         movable = next((each for each in self._movable.values() if each.name == name), None)
         if movable is not None and movable.stop():
             self._half.request_stopping(VllmRequest.of(movable.request))
@@ -527,8 +549,8 @@ class SchedulerSide:
     def _without_unnamed_media(self, request: Any, wish: TransferWish) -> TransferWish:
         """Drop the wish of a request with images that cannot be told apart.
 
-        Without a prefix cache vLLM does not name images by their content, so an offer for another image would be taken for
-        this one's.
+        Without a prefix cache vLLM does not name images by their content, so an offer for another image would
+        be taken for this one's.
 
         Raises:
             ConnectorError: the request is to load such an offer.

@@ -29,8 +29,8 @@ class _Load:
 class SharedOffers:
     """Decides which of the requests with the same prompt and the same offer loads, and which wait.
 
-    An offer can be read only once. If a client asks for `n` samples, vLLM makes `n` requests, each with all the
-    parameters. So the first one loads, and the others wait until its load has ended.
+    An offer can be read only once. If a client asks for `n` samples, vLLM makes `n` requests, each with all
+    the parameters. So the first one loads, and the others wait until its load has ended.
 
     Attributes:
         has_prefix_cache: Whether a request finds there what another one loaded. Without it, no request waits.

@@ -1,12 +1,13 @@
 """Notices that the weights of a running vLLM engine change, and makes the node's identity follow them.
 
-A node describes its weights to peers by the files that it loaded. But vLLM can change weights in memory: by a reload, by a
-transfer from a trainer, or by any function that a user sends to the workers. All of them go through
-`EngineCore.collective_rpc`, and vLLM shows a connector none of them. So that method is wrapped: after each call the workers
-compare what their models hold with what they held before.
+A node describes its weights to peers by the files that it loaded. But vLLM can change weights in memory: by a
+reload, by a transfer from a trainer, or by any function that a user sends to the workers. All of them go
+through `EngineCore.collective_rpc`, and vLLM shows a connector none of them. So that method is wrapped: after
+each call the workers compare what their models hold with what they held before.
 
-What was computed with the old weights stays in vLLM's prefix cache until the user resets it, as vLLM asks for. So
-`EngineCore.reset_prefix_cache` is wrapped as well: between a change and the reset the node hands nothing over.
+What was computed with the old weights stays in vLLM's prefix cache until the user resets it, as vLLM asks
+for. So `EngineCore.reset_prefix_cache` is wrapped as well: between a change and the reset the node hands
+nothing over.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _SHOWN_DIGITS = 16
 class LoadedWeights:
     """Hashes a model's weights in memory.
 
-    Some kernels, for example those of linear layers on a CPU, keep weights in a form that nothing outside can read, and leave
-    an empty parameter behind. vLLM replaces such a kernel when it loads its layer again. So as long as no kernel was replaced
-    since the first hash, its weights are those of that time.
+    Some kernels, for example those of linear layers on a CPU, keep weights in a form that nothing outside can
+    read, and leave an empty parameter behind. vLLM replaces such a kernel when it loads its layer again. So
+    as long as no kernel was replaced since the first hash, its weights are those of that time.
     """
 
     def __init__(self) -> None:
@@ -63,8 +64,9 @@ class LoadedWeights:
             is_loaded_anew: All kernels of now have the weights of files.
 
         Returns:
-            A digest that two models share if they were loaded alike and hold the same bytes. `UNKNOWN` if a kernel with weights
-            of its own was replaced since the first call, or if weights are not there at present.
+            A digest that two models share if they were loaded alike and hold the same bytes. `UNKNOWN` if a
+            kernel with weights of its own was replaced since the first call, or if weights are not there at
+            present.
         """
         packed = dict(_packed(model))
         if self._packed is None or is_loaded_anew:
@@ -100,15 +102,18 @@ def _can_be_watched(value: object) -> bool:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    # Not `state_dict`, which leaves out buffers that are not persistent, such as the angles of rotary embeddings.
+    # Not `state_dict`, which leaves out buffers that are not persistent, such as the angles of rotary
+    # embeddings.
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         yield from _plain_tensors(name, value)
 
 
 def _numbers(model: torch.nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the numbers by which layers compute, such as the scales of attention: those of modules and of their attention kernels.
+    """Yield the numbers by which layers compute, such as the scales of attention: those of modules and of
+    their attention kernels.
 
-    No tensor of several numbers: vLLM keeps caches and scratch memory in the same way, which change with each pass.
+    No tensor of several numbers: vLLM keeps caches and scratch memory in the same way, which change with each
+    pass.
     """
     import torch
 
@@ -146,9 +151,11 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def sums_of(data: torch.Tensor) -> list[int]:
-    """Sum bytes with weights that depend on their position, so that any single change, and almost any other, changes a sum.
+    """Sum bytes with weights that depend on their position, so that any single change, and almost any other,
+    changes a sum.
 
-    It is a checksum: it finds changes, but does not withstand someone who looks for two contents with the same sums.
+    It is a checksum: it finds changes, but does not withstand someone who looks for two contents with the
+    same sums.
     """
     import torch
 
@@ -196,7 +203,8 @@ def begin_anew_in_worker(worker: Any, weights: str, why: str) -> None:
 
 
 class WeightsWatch:
-    """Compares the weights in the workers' memory with those that the node describes, whenever they may have changed.
+    """Compares the weights in the workers' memory with those that the node describes, whenever they may have
+    changed.
 
     Args:
         run: Runs a function in each worker, and returns their answers by rank.
@@ -227,11 +235,14 @@ class WeightsWatch:
             self._compare(self._ask(stamp_in_worker, False))
 
     def after_reload(self) -> None:
-        """Note that the workers loaded their weights from files again, perhaps from others; then as `after_call`."""
+        """Note that the workers loaded their weights from files again, perhaps from others; then as
+        `after_call`.
+        """
         (files, *_), stamps = self._ask(files_in_worker), self._ask(stamp_in_worker, True)
         base, before = self._described
         if (files, stamps) != (self._files, self._loaded):
-            # Files need not have all weights. So what there was before is part of the name, and must be known.
+            # Files need not have all weights. So what there was before is part of the name, and must be
+            # known.
             over = _digest([base, *before])
             is_nameable = files != UNKNOWN and UNKNOWN not in before
             self._files, self._base = files, f"{files}, loaded over {over}"

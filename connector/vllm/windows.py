@@ -1,4 +1,6 @@
-"""Blocks that an offer needs and that vLLM frees when the request ends: those that only the prompt's last token sees."""
+"""Blocks that an offer needs and that vLLM frees when the request ends: those that only the prompt's last
+token sees.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class _Prompt:
 
     Attributes:
         num_tokens: Of its prompt.
-        tables: Per group, its blocks so far, also those that vLLM has freed meanwhile; empty before its first step.
+        tables: Per group, its blocks so far, also those that vLLM has freed meanwhile; empty before its first
+            step.
         held: Group → index in its table → the block that we hold; None until the prompt's last step.
     """
 
@@ -30,9 +33,9 @@ class _Prompt:
 class WindowBlocks:
     """Holds what the last token of a prompt sees, until the offer of the prompt has ended.
 
-    A consumer computes that token again. When a request ends, vLLM frees every block that only tokens before the next one
-    see, and asks the connector after that. So a reference to these blocks is taken in the step that computes the end of
-    the prompt, in the groups whose layers have windows or chunks.
+    A consumer computes that token again. When a request ends, vLLM frees every block that only tokens before
+    the next one see, and asks the connector after that. So a reference to these blocks is taken in the step
+    that computes the end of the prompt, in the groups whose layers have windows or chunks.
 
     Args:
         groups: vLLM's index of each group that is handed over → how its layers look back.
@@ -58,7 +61,9 @@ class WindowBlocks:
             self._prompts[request_id] = _Prompt(num_prompt_tokens)
 
     def note_step(self, scheduler_output: Any) -> None:
-        """Follow the block tables of the requests in a step that vLLM has just scheduled, and hold what must be kept."""
+        """Follow the block tables of the requests in a step that vLLM has just scheduled, and hold what must
+        be kept.
+        """
         if not self._prompts:
             return
         for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():

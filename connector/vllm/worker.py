@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: vLLM repeats steps without tokens every millisecond while a request waits for a load, and while blocks are offered. Each
-#: of them takes 0.4 ms of a core, which the copying may need. A request that arrives meanwhile waits this long at most.
+#: vLLM repeats steps without tokens every millisecond while a request waits for a load, and while blocks are
+#: offered. Each of them takes 0.4 ms of a core, which the copying may need. A request that arrives meanwhile
+#: waits this long at most.
 _IDLE_STEP_S = 0.002
 
 
@@ -53,9 +54,10 @@ class WorkerSide:
         self._carried_out: StepMetadata | None = None
         self._load_errors: dict[str, str] = {}  # by request; of loads that vLLM knows to have failed
         self._may_wait = False  # the last step computed and reported nothing
-        # vLLM makes an offer when a request has ended. By then its last token is on the host, so the pass that wrote its
-        # blocks is over, on all ranks, since they exchange results in each layer. An asynchronous scheduler has already
-        # launched the next pass, and no peer should wait for that one. But a drafting model writes after sampling.
+        # vLLM makes an offer when a request has ended. By then its last token is on the host, so the pass
+        # that wrote its blocks is over, on all ranks, since they exchange results in each layer. An
+        # asynchronous scheduler has already launched the next pass, and no peer should wait for that one. But
+        # a drafting model writes after sampling.
         self._offers_are_computed = getattr(vllm_config, "speculative_config", None) is None
         self._draft_caches: list[tuple[int, torch.Tensor]] = []  # group, and the layer's pages by block id
         self._placement = PoolPlacement(partial(half.allocate_kv_memory, device=torch.device("cpu")))
@@ -132,10 +134,11 @@ class WorkerSide:
         self._half.begin_anew(weights, why)
 
     def carry_out(self, metadata: StepMetadata) -> None:
-        """Have all of a step's orders but its loads carried out; do nothing if called again for the same step.
+        """Have all of a step's orders but its loads carried out; do nothing if called again for the same
+        step.
 
-        Peers wait for these orders, so the orders must not wait for the step's forward pass, nor for an encoder's. Nothing
-        of the step has run yet: what the orders offer was computed by earlier steps.
+        Peers wait for these orders, so the orders must not wait for the step's forward pass, nor for an
+        encoder's. Nothing of the step has run yet: what the orders offer was computed by earlier steps.
         """
         if metadata is not self._carried_out:
             self._carried_out = metadata
@@ -145,14 +148,17 @@ class WorkerSide:
             if metadata.preempted:
                 self._half.handle_preemptions(set(metadata.preempted))
             orders = metadata.orders.without_loads()
-            # What an open offer gains was computed by the step before this one, which a GPU may still work on.
+            # What an open offer gains was computed by the step before this one, which a GPU may still work
+            # on.
             is_early = any(
                 isinstance(order.offer, OpenOrder) or order.extension is not None for order in orders.requests
             )
             self._half.submit(orders, is_computed=self._offers_are_computed and not is_early)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Have the whole step carried out. Call it after the model runner has zeroed and copied the step's blocks.
+        """Have the whole step carried out.
+
+        Call it after the model runner has zeroed and copied the step's blocks.
 
         If a load started earlier, the runner would overwrite what it brought.
         """
@@ -164,11 +170,12 @@ class WorkerSide:
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
 
     def _clear_draft_pages(self, loads: Iterable[LocalBlocks]) -> None:
-        """Zero what the draft model keeps in the blocks of loads: a producer without that model leaves it as it was.
+        """Zero what the draft model keeps in the blocks of loads: a producer without that model leaves it as
+        it was.
 
-        vLLM takes a loaded block as complete in all layers, and puts it into the prefix cache. Without this the draft model
-        would read what another request left there, or bytes that are no numbers. Which tokens are accepted does not depend
-        on it.
+        vLLM takes a loaded block as complete in all layers, and puts it into the prefix cache. Without this
+        the draft model would read what another request left there, or bytes that are no numbers. Which tokens
+        are accepted does not depend on it.
         """
         for blocks in loads if self._draft_caches else ():
             for group, cache in self._draft_caches:
@@ -185,9 +192,9 @@ class WorkerSide:
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
         is_idle = self._carried_out is not None and self._carried_out.is_idle
-        # vLLM begins a step before it takes in the result of the last one. If that is a token or a handoff's end, do not delay it.
-        # On a GPU never: there the thread that launches the next step's kernels must not sleep, and the handoff thread has
-        # cores of its own.
+        # vLLM begins a step before it takes in the result of the last one. If that is a token or a handoff's
+        # end, do not delay it. On a GPU never: there the thread that launches the next step's kernels must
+        # not sleep, and the handoff thread has cores of its own.
         if is_idle and self._may_wait and self._vllm_config.device_config.device_type == "cpu":
             self._half.wait_finished(_IDLE_STEP_S)
         sent, received = self._half.get_finished()

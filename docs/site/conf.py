@@ -1,7 +1,7 @@
 """How Sphinx builds the site from the pages of `docs/`. `make docs` runs it.
 
-The pages are written for a code host. So links that leave `docs/` are turned into links to the repository here, and the
-navigation is kept in this file instead of in directives that a code host would show as text.
+The pages are written for a code host. So links that leave `docs/` are turned into links to the repository
+here, and the navigation is kept in this file instead of in directives that a code host would show as text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DOCS = Path(__file__).parents[1]
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"].rstrip("/")
 
-#: The pages by topic, in the order in which the site shows them. A page that does not exist is left out, and one that
-#: is not named here comes last, under "More".
+#: The pages by topic, in the order in which the site shows them. A page that does not exist is left out, and
+#: one that is not named here comes last, under "More".
 NAVIGATION = {
     "Start": ["getting-started", "transports", "vllm", "benchmarks"],
     "Deploy": ["sizing", "behind-a-router", "router", "deploying"],
@@ -68,8 +68,8 @@ html_show_sphinx = False
 # Nothing is fetched from other hosts: furo uses the fonts of the reader's machine.
 html_theme_options = {"navigation_with_keys": True}
 
-# `make docs-links` looks at links to other hosts. Those to the repository and to examples are not looked at: the
-# repository has no public address yet, and no example host answers.
+# `make docs-links` looks at links to other hosts. Those to the repository and to examples are not looked at:
+# the repository has no public address yet, and no example host answers.
 linkcheck_ignore = [re.escape(REPOSITORY), r"https?://(localhost|127\.0\.0\.1|10\.|[\w.-]+\.example)"]
 linkcheck_timeout = 20
 linkcheck_retries = 2
@@ -124,7 +124,9 @@ def on_source(_: Sphinx, name: str, source: list[str]) -> None:
 
 
 def with_navigation(*_: Any) -> list[str]:
-    """Name the pages that hold the navigation, so that each build reads them again: a new page changes them."""
+    """Name the pages that hold the navigation, so that each build reads them again: a new page
+    changes them.
+    """
     return [root_doc, *BELOW]
 
 

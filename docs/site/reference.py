@@ -3,7 +3,8 @@
     python docs/site/reference.py            # write docs/reference/*.md
     python docs/site/reference.py --check    # exit with 1 if a page is not what it would write
 
-The pages are kept in the repository, because they are read there as well. A test makes sure that they are up to date.
+The pages are kept in the repository, because they are read there as well. A test makes sure that they are up
+to date.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def must_be(cls: type, name: str) -> str:
 
 
 def shown(name: str, value: object) -> str:
-    """Show the default of an option as a user would write it in JSON, and a number of bytes also in its unit."""
+    """Show the default of an option as a user would write it in JSON, and a number of bytes also in
+    its unit.
+    """
     if value == MISSING or value == "":
         return "–" if value == MISSING else '`""`'
     if isinstance(value, int) and name.endswith("_bytes") and value >= 1 << 16 and value % (1 << 10) == 0:
@@ -90,7 +93,9 @@ def plain(text: str) -> str:
 
 
 def option_table(cls: type, without: type | None = None) -> str:
-    """Return the table of the options of a class, without those that another class has with the same meaning."""
+    """Return the table of the options of a class, without those that another class has with the same
+    meaning.
+    """
     inherited = (
         {} if without is None else {f.name: (f.default, meanings(without)[f.name]) for f in fields(without)}
     )

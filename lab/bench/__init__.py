@@ -1,1 +1,3 @@
-"""Programs that compare kvferry with other programs: `python -m kvferry.lab.bench.transports` and its neighbours."""
+"""Programs that compare kvferry with other programs: `python -m kvferry.lab.bench.transports` and its
+neighbours.
+"""

@@ -1,23 +1,29 @@
-"""Compare ways to use the same nodes: plain nodes behind a load balancer, and prefill and decode nodes behind kvferry's router.
+"""Compare ways to use the same nodes: plain nodes behind a load balancer, and prefill and decode nodes behind
+kvferry's router.
 
-    .venv-vllm/bin/python -m kvferry.lab.bench.fleet [--engine vllm|reference] [--nodes N] [--ways NAME ...] [--loads NAME ...]
+    .venv-vllm/bin/python -m kvferry.lab.bench.fleet [--engine vllm|reference] [--nodes N] [--ways NAME ...]
+    [--loads NAME ...]
                                               [--trace FILE ...] [--requests N] [--rounds N] [--output FOLDER]
 
-Every node has the role kv_both and one core of its own, and every way uses all nodes, so figures per core compare like with
-like. The nodes are started once. In each round every way takes the same load: the same lengths and arrivals, but other tokens,
-so that no way finds the prompts of another one in a node's prefix cache. The order of the ways rotates from round to round. The
-client and the balancer or router have no core of their own; they share those of the nodes.
+Every node has the role kv_both and one core of its own, and every way uses all nodes, so figures per core
+compare like with like. The nodes are started once. In each round every way takes the same load: the same
+lengths and arrivals, but other tokens, so that no way finds the prompts of another one in a node's prefix
+cache. The order of the ways rotates from round to round. The client and the balancer or router have no core
+of their own; they share those of the nodes.
 
-Requests do not wait for each other: they arrive by a seeded Poisson process, or as a trace says. How fast they arrive follows
-from `--intensity`: 1 means that the nodes would be busy all the time if each of them took one request at a time. Times count
-from the moment when a request is due. Only the next turn of a conversation waits for the answer to the turn before.
+Requests do not wait for each other: they arrive by a seeded Poisson process, or as a trace says. How fast
+they arrive follows from `--intensity`: 1 means that the nodes would be busy all the time if each of them took
+one request at a time. Times count from the moment when a request is due. Only the next turn of a conversation
+waits for the answer to the turn before.
 
-A request is *good* if it keeps two limits, which are multiples of what one idle node takes: the TTFT of a prompt of the same
-length of which nothing is cached, and the time between two tokens (ITL). Goodput is the number of good requests per second and
-core. It is printed for several multiples, because the choice of the limits decides which way looks best.
+A request is *good* if it keeps two limits, which are multiples of what one idle node takes: the TTFT of a
+prompt of the same length of which nothing is cached, and the time between two tokens (ITL). Goodput is the
+number of good requests per second and core. It is printed for several multiples, because the choice of the
+limits decides which way looks best.
 
-The balancers are the simplest that there are, a few lines in this file. Another way of the router is one more row of `WAYS`,
-and another load one more row of `LOADS`. NixlConnector's nodes take part if `nixl` can be imported. Needs as many cores as nodes.
+The balancers are the simplest that there are, a few lines in this file. Another way of the router is one more
+row of `WAYS`, and another load one more row of `LOADS`. NixlConnector's nodes take part if `nixl` can be
+imported. Needs as many cores as nodes.
 """
 
 from __future__ import annotations
@@ -122,7 +128,8 @@ def start_nodes(
     return nodes
 
 
-#: What is counted → the nodes' counters: their names, what their labels contain, and whether they are added or taken off.
+#: What is counted → the nodes' counters: their names, what their labels contain, and whether they are added
+#: or taken off.
 COUNTERS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "computed_tokens": (
         ("vllm:prompt_tokens_by_source_total", 'source="local_compute"', 1),
@@ -136,7 +143,10 @@ COUNTERS: Mapping[str, Sequence[tuple[str, str, int]]] = {
 
 
 def counters(pages: Sequence[str]) -> dict[str, float]:
-    """Return what is counted on the nodes' pages of metrics. Prompt tokens are computed if no cache had them."""
+    """Return what is counted on the nodes' pages of metrics.
+
+    Prompt tokens are computed if no cache had them.
+    """
     found = dict.fromkeys(COUNTERS, 0.0)
     for line in itertools.chain(*(page.splitlines() for page in pages)):
         series, _, value = line.rpartition(" ")
@@ -148,7 +158,9 @@ def counters(pages: Sequence[str]) -> dict[str, float]:
 
 
 async def settled(session: aiohttp.ClientSession, nodes: Sequence[LaunchedProcess]) -> dict[str, float]:
-    """Return what the nodes have counted as soon as it no longer changes, because a load is counted one step later."""
+    """Return what the nodes have counted as soon as it no longer changes, because a load is counted one step
+    later.
+    """
     deadline, before = time.monotonic() + SETTLE_TIMEOUT_S, None
     while True:
         pages = []
@@ -175,8 +187,8 @@ class Way:
 
     Attributes:
         choose: The balancer's choice; None for kvferry's router.
-        roles: What each node is for the router: `p` a prefill node, `d` a decode node. Empty: the way takes any number of nodes, and
-            the router decides per request which node does what.
+        roles: What each node is for the router: `p` a prefill node, `d` a decode node. Empty: the way takes
+            any number of nodes, and the router decides per request which node does what.
         connector: Whose nodes it needs.
         arguments: Further arguments of the router.
     """
@@ -310,7 +322,9 @@ async def ask(
 async def drive(
     session: aiohttp.ClientSession, url: str, plan: Sequence[Conversation], salt: str, vocabulary: int
 ) -> tuple[list[Answer], float]:
-    """Send all requests of a plan when they are due. Return the answers and the seconds until the last of them ended.
+    """Send all requests of a plan when they are due.
+
+    Return the answers and the seconds until the last of them ended.
 
     Raises:
         ExceptionGroup: Of `RequestFailed`. The other requests have been cancelled.
@@ -436,7 +450,8 @@ class Benchmark:
             print(text, file=sys.stderr, flush=True)
 
         idle, _ = await measure(urls, before, say, NodeAccess())
-        # Nodes on one machine share its memory bus. So each is measured again while another one does the same.
+        # Nodes on one machine share its memory bus. So each is measured again while another one does the
+        # same.
         say("again, all nodes at once")
         both = [measure([url], idle, say, NodeAccess()) for url in urls]
         (costs, _), *_ = await asyncio.gather(*both)
@@ -486,7 +501,9 @@ class Benchmark:
 
 
 def awake(fleets: Mapping[str, Sequence[LaunchedProcess]], connector: str) -> Sequence[LaunchedProcess]:
-    """Let one connector's nodes run, and stop all others, because some use the processor even when they are idle."""
+    """Let one connector's nodes run, and stop all others, because some use the processor even when they are
+    idle.
+    """
     for name, nodes in fleets.items():
         for node in nodes:
             node.send_signal(signal.SIGCONT if name == connector else signal.SIGSTOP)

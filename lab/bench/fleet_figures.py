@@ -1,4 +1,7 @@
-"""Loads for `fleet.py`, and the figures, tables and plot that it makes of their answers. Nothing here needs a node."""
+"""Loads for `fleet.py`, and the figures, tables and plot that it makes of their answers.
+
+Nothing here needs a node.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,9 @@ class Unloaded:
     itl_s: float
 
     def ttft_s(self, num_tokens: int) -> float:
-        """Return the time for a prompt of any length: between two that were measured, on the straight line."""
+        """Return the time for a prompt of any length: between two that were measured, on the straight
+        line.
+        """
         points = list(self.ttfts.items())
         for (low, low_s), (high, high_s) in itertools.pairwise(points):
             if low <= num_tokens <= high:
@@ -144,8 +149,8 @@ def paced(
 ) -> tuple[list[Conversation], float]:
     """Return the plan with times in seconds, and the seconds per unit of its time.
 
-    The last turn is then due after the time that the nodes need for all requests one by one, divided by the intensity. What
-    users wait for answers of earlier turns is not counted.
+    The last turn is then due after the time that the nodes need for all requests one by one, divided by the
+    intensity. What users wait for answers of earlier turns is not counted.
     """
     work_s = sum(unloaded.ttft_s(prompt) + unloaded.itl_s * (answer - 1) for prompt, answer in sizes(plan))
     span = max(sum(turn.after for turn in turns) for turns in plan)
@@ -154,7 +159,9 @@ def paced(
 
 
 def percentile(figures: Sequence[float], share: float) -> float:
-    """Return the figure below which that share of the figures is, between two of them on the straight line; 0 for none."""
+    """Return the figure below which that share of the figures is, between two of them on the straight line; 0
+    for none.
+    """
     ordered = sorted(figures) or [0.0]
     place = share * (len(ordered) - 1)
     low = ordered[int(place)]
@@ -216,7 +223,9 @@ PREDICTED = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms")
 
 
 def predict(way: str, plan: Sequence[Conversation], costs: Costs, num_nodes: int) -> dict[str, float] | None:
-    """Return figures of one round of a way, as `kvferry plan` simulates it; None: it cannot simulate this way."""
+    """Return figures of one round of a way, as `kvferry plan` simulates it; None: it cannot simulate this
+    way.
+    """
     kind, _, split = way.partition("-")
     balancer, fleet = None, None
     if way == "least-load":
@@ -308,7 +317,9 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2")
 
 
 def plot(rows: Sequence[Mapping[str, Any]], factors: Sequence[float]) -> str:
-    """Return an SVG with one panel per load: goodput over the limits' multiples, with the spread over the rounds."""
+    """Return an SVG with one panel per load: goodput over the limits' multiples, with the spread over the
+    rounds.
+    """
     loads, ways = ([*dict.fromkeys(row[key] for row in rows)] for key in ("load", "way"))
     width, height, left, top = 300, 190, 48, 40
     num_columns = min(3, len(loads))

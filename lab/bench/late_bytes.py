@@ -2,14 +2,15 @@
 
     python -m kvferry.lab.bench.late_bytes [--repeats N] [--only TEXT ...] [--json FILE]
 
-A reader that gives up on a read wants its memory back: the blocks are given to the next request. Bytes of the old read that
-land after that are in another request's cache, and nothing reports them. So this program gives up on reads in several ways,
-overwrites the memory at the moment at which it is the reader's own again, lets a frozen owner continue, and counts the bytes
-that were written over it within a second.
+A reader that gives up on a read wants its memory back: the blocks are given to the next request. Bytes of the
+old read that land after that are in another request's cache, and nothing reports them. So this program gives
+up on reads in several ways, overwrites the memory at the moment at which it is the reader's own again, lets a
+frozen owner continue, and counts the bytes that were written over it within a second.
 
-kvferry's transports say when a read is over, by `TransferEnded`. NIXL alone has no such event: what it offers is to release
-the request's handle, to deregister the memory, to remove the remote agent, and to destroy the own agent, so each of them is a
-row. NIXL takes part if `nixl-cu12` or `nixl-cu13` is installed, and kvferry's `ucx` if `ucxx-cu12` is.
+kvferry's transports say when a read is over, by `TransferEnded`. NIXL alone has no such event: what it offers
+is to release the request's handle, to deregister the memory, to remove the remote agent, and to destroy the
+own agent, so each of them is a row. NIXL takes part if `nixl-cu12` or `nixl-cu13` is installed, and kvferry's
+`ucx` if `ucxx-cu12` is.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _REGION_BYTES = 256 << 10
 _PATIENCE_S = 0.2
 _WATCHED_S = 1.0
 
-#: A step that takes longer than this many seconds has failed. Some ends of reads come only after `_PEER_TIMEOUT_S`.
+#: A step that takes longer than this many seconds has failed. Some ends of reads come only after
+#: `_PEER_TIMEOUT_S`.
 _TIMEOUT_S = 60.0
 
 #: What a reader does. Frozen: the owner is stopped before the read begins, and continues after its end.
@@ -93,7 +95,9 @@ def _late_words(pool: Any) -> int:
 def _read_ours(
     contender: Contender, address: str, owner_pid: int, how: str, seed: int, parent: Connection
 ) -> None:
-    """Read once to learn how long it takes, give up on a second read, and report its end and the late bytes."""
+    """Read once to learn how long it takes, give up on a second read, and report its end and the late
+    bytes.
+    """
     os.environ.update(contender.environment)
     end = End(contender.options["path"], _POOL_BYTES)
     endpoint = end.endpoint
@@ -190,7 +194,8 @@ def _read_nixl(
 # -- the program -------------------------------------------------------------------------------------
 
 
-#: Long enough for a busy machine, and the end of a read over UCX whose owner is frozen does not come before it.
+#: Long enough for a busy machine, and the end of a read over UCX whose owner is frozen does not come before
+#: it.
 _PEER_TIMEOUT_S = 10
 
 
@@ -212,7 +217,10 @@ def contenders() -> Iterator[tuple[Contender, Sequence[str], Callable[..., None]
 
 
 def count(contender: Contender, how: str, read: Callable[..., None], repeats: int) -> Late:
-    """Give up on `repeats` reads, each with an owner and a reader of its own. Raises FailedError: one did not work."""
+    """Give up on `repeats` reads, each with an owner and a reader of its own.
+
+    Raises FailedError: one did not work.
+    """
     contender.version  # noqa: B018 - it raises
     ends: Counter[str] = Counter()
     late, num_lost = [], 0

@@ -1,11 +1,13 @@
-"""Measure what a router costs: requests per second and streams of one process, and its CPU time for each, beside vllm-router's.
+"""Measure what a router costs: requests per second and streams of one process, and its CPU time for each,
+beside vllm-router's.
 
     python -m kvferry.lab.bench.router [--seconds S] [--rounds N] [--streams N ...] [--json FILE]
 
-The nodes are programs that answer at once and compute nothing, so what is measured is the routers. `pair` sends each request to a
-prefill node and a decode node; `plain` spreads requests over two nodes that are alike. `direct` is the same clients without a
-router. The router has a core of its own, and nodes and clients have the others: where a router is cheaper than they are, its requests
-per second are theirs, and its CPU time per request says what it could do. vllm-router takes part if it is installed.
+The nodes are programs that answer at once and compute nothing, so what is measured is the routers. `pair`
+sends each request to a prefill node and a decode node; `plain` spreads requests over two nodes that are
+alike. `direct` is the same clients without a router. The router has a core of its own, and nodes and clients
+have the others: where a router is cheaper than they are, its requests per second are theirs, and its CPU time
+per request says what it could do. vllm-router takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -167,7 +169,10 @@ async def _answer(reader: asyncio.StreamReader, on_piece: Callable[[bytes], None
 
 
 async def ask_again_and_again(url: str, seconds: float) -> list[float]:
-    """Send requests of one token over `NUM_CLIENTS` connections, each after the last. Returns what each took, in seconds."""
+    """Send requests of one token over `NUM_CLIENTS` connections, each after the last.
+
+    Returns what each took, in seconds.
+    """
     request, until = _request(url, 1, stream=False), time.monotonic() + seconds
     taken = list[float]()
 
@@ -184,7 +189,10 @@ async def ask_again_and_again(url: str, seconds: float) -> list[float]:
 
 
 async def stream(url: str, num_streams: int, seconds: float) -> tuple[int, list[float]]:
-    """Run `num_streams` streams at once. Returns how many tokens came, and the gaps between tokens per stream, in seconds."""
+    """Run `num_streams` streams at once.
+
+    Returns how many tokens came, and the gaps between tokens per stream, in seconds.
+    """
     num_tokens = int(seconds / TOKEN_S)
     request = _request(url, num_tokens, stream=True)
     total, gaps = 0, list[float]()

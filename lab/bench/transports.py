@@ -1,15 +1,16 @@
-"""Measure how fast KV blocks move between two processes: kvferry's transports, memcpy, plain sockets, NIXL and Mooncake.
+"""Measure how fast KV blocks move between two processes: kvferry's transports, memcpy, plain sockets, NIXL
+and Mooncake.
 
     python -m kvferry.lab.bench.transports [--seconds N] [--only TEXT ...] [--json FILE]
 
-The shapes are blocks of two models, in the uniform and in the per-layer layout. Each read takes different blocks, scattered
-over pools that are much larger than any cache. Each contender has two processes, which are stopped while others are
-measured. In each round every contender moves every shape. The figures to look at are the medians of the ratios to memcpy
-and to plain sockets in the same round. Every region that arrives is checked. NIXL and Mooncake take part if `nixl-cu12` and
-`mooncake-transfer-engine-non-cuda` are installed.
+The shapes are blocks of two models, in the uniform and in the per-layer layout. Each read takes different
+blocks, scattered over pools that are much larger than any cache. Each contender has two processes, which are
+stopped while others are measured. In each round every contender moves every shape. The figures to look at are
+the medians of the ratios to memcpy and to plain sockets in the same round. Every region that arrives is
+checked. NIXL and Mooncake take part if `nixl-cu12` and `mooncake-transfer-engine-non-cuda` are installed.
 
-Reads are timed from the call to their end. Unlike a memcpy they need other threads to be scheduled, so on a busy machine
-the processor time is more reliable than the elapsed time.
+Reads are timed from the call to their end. Unlike a memcpy they need other threads to be scheduled, so on a
+busy machine the processor time is more reliable than the elapsed time.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def parse_arguments() -> argparse.Namespace:
 def chosen(
     arguments: argparse.Namespace, secret_file: Path, certificates: Path
 ) -> tuple[list[Contender], list[Shape]]:
-    """Return the contenders and shapes to measure. Memcpy and plain sockets are always among the contenders."""
+    """Return the contenders and shapes to measure.
+
+    Memcpy and plain sockets are always among the contenders.
+    """
     contenders = [
         contender
         for contender in all_contenders(secret_file, certificates)

@@ -1,29 +1,35 @@
-"""Compare pairs of vLLM servers behind kvferry's router with a single server: kvferry on each transport, and NixlConnector.
+"""Compare pairs of vLLM servers behind kvferry's router with a single server: kvferry on each transport, and
+NixlConnector.
 
-    .venv-vllm/bin/python -m kvferry.lab.bench.vllm_pair [--systems shm shm+rendezvous nixl ...] [--measure prompts load breakdown]
+    .venv-vllm/bin/python -m kvferry.lab.bench.vllm_pair [--systems shm shm+rendezvous nixl ...] [--measure
+    prompts load breakdown]
                                                   [--link 1gbit|10gbit] [--rounds N] [--json FILE] [--smoke]
 
-All servers are started once. In each round every system is measured, one after the other, in a new order. The processes of
-the other systems are stopped meanwhile, because some use the processor even when they are idle. Ratios are to a single
-server in the same round: a node of the first pair, asked without the router. For the times to the first and second token it
-is the prefill node, otherwise the decode node. Every prompt is new, so no prefix is cached. Tables are Markdown; each figure
-is a median over rounds with its quartiles.
+All servers are started once. In each round every system is measured, one after the other, in a new order. The
+processes of the other systems are stopped meanwhile, because some use the processor even when they are idle.
+Ratios are to a single server in the same round: a node of the first pair, asked without the router. For the
+times to the first and second token it is the prefill node, otherwise the decode node. Every prompt is new, so
+no prefix is cached. Tables are Markdown; each figure is a median over rounds with its quartiles.
 
-prompts    Shapes of prompt tokens x concurrent requests: the times to the first token (TTFT) and to the second one, and the
-           time between tokens (ITL), as means over the requests of a round. Bytes are those of the prompts' KV cache that the
-           nodes report as moved; 1.00 x means each byte once. A load takes from its first read to the end of the last one.
-           What is *exposed* is not hidden by computing the prompt: the time from the moment when the whole offer could be
-           read, or when the load was ordered if that was later, until the load ended. Both are per request.
+prompts    Shapes of prompt tokens x concurrent requests: the times to the first token (TTFT) and to the
+second one, and the
+           time between tokens (ITL), as means over the requests of a round. Bytes are those of the prompts'
+           KV cache that the nodes report as moved; 1.00 x means each byte once. A load takes from its first
+           read to the end of the last one. What is *exposed* is not hidden by computing the prompt: the time
+           from the moment when the whole offer could be read, or when the load was ordered if that was later,
+           until the load ended. Both are per request.
 load       `vllm bench serve` with prompts and answers of mixed lengths, several requests at a time.
-breakdown  One request at a time, from the router to the second token: what happened when, on which process, from
+breakdown  One request at a time, from the router to the second token: what happened when, on which process,
+from
            OpenTelemetry's spans. Tracing costs time, so measure the others in a run of their own.
 
-With --link, the two nodes of a pair are in network namespaces of their own, and the KV cache crosses a link of that rate. HTTP
-uses other links without a limit. This needs root, iproute2, and a transport for networks.
+With --link, the two nodes of a pair are in network namespaces of their own, and the KV cache crosses a link
+of that rate. HTTP uses other links without a limit. This needs root, iproute2, and a transport for networks.
 
-The default model is random. It computes little but has as much KV cache per token as a large one, so that the handoff shows.
-`--model smollm2` is the model of the examples. NixlConnector (`nixl`, and `nixl-push` for the form that writes) takes part if
-`nixl` can be imported (`pip install --no-deps nixl nixl-cu12`); it runs over UCX on main memory.
+The default model is random. It computes little but has as much KV cache per token as a large one, so that the
+handoff shows. `--model smollm2` is the model of the examples. NixlConnector (`nixl`, and `nixl-push` for the
+form that writes) takes part if `nixl` can be imported (`pip install --no-deps nixl nixl-cu12`); it runs over
+UCX on main memory.
 """
 
 from __future__ import annotations
@@ -71,12 +77,14 @@ ONE_NODE, PREFILL_ALONE = "one node", "the prefill node alone"
 #: Beside that of `start_vllm`.
 ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # for vLLM's own processes; in a namespace it would find no address
-    # The engine computes in its own process, as on one GPU. By default vLLM for the CPU adds a process for the model, and each
-    # of the two spins while it waits for the other: four busy threads per pair, on as many cores as there are.
+    # The engine computes in its own process, as on one GPU. By default vLLM for the CPU adds a process for
+    # the model, and each of the two spins while it waits for the other: four busy threads per pair, on as
+    # many cores as there are.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
-#: What a system's name can have after `+` → the router's option, which is `auto` or `off`. All others are off.
+#: What a system's name can have after `+` → the router's option, which is `auto` or `off`. All others are
+#: off.
 MODES: Mapping[str, str] = {"rendezvous": "--rendezvous"}
 NIXL = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 DEFAULT_SYSTEMS = (
@@ -113,7 +121,8 @@ class Sample:
         itl_s: The same for the mean time between two tokens.
         num_bytes: Bytes that all requests moved.
         second_s: Seconds to the second token, as the mean over requests.
-        load_s: Seconds that the nodes loaded, as the sum over requests; 0 if the connector does not report them.
+        load_s: Seconds that the nodes loaded, as the sum over requests; 0 if the connector does not report
+            them.
         exposed_s: Seconds of loads that computing the prompts did not hide, as the sum over requests.
     """
 
@@ -150,8 +159,8 @@ class System:
         for server in servers:
             server.thaw()
         await asyncio.sleep(SETTLE_S)
-        # A health check that was under way when the router was stopped may have failed. It then takes one request until the
-        # router knows again where the prefill node can be met.
+        # A health check that was under way when the router was stopped may have failed. It then takes one
+        # request until the router knows again where the prefill node can be met.
         if self.router is not None:
             async with aiohttp.ClientSession() as session:
                 deadline = time.monotonic() + 60.0
@@ -198,7 +207,8 @@ class Host:
 
 @contextmanager
 def hosts(rate: str) -> Iterator[tuple[Host, Host]]:
-    """Yield where a prefill and a decode node run: on this host, or each in a namespace, with a link between them.
+    """Yield where a prefill and a decode node run: on this host, or each in a namespace, with a link between
+    them.
 
     Args:
         rate: The rate of the link, as `tc` reads it. Empty: no namespaces.
@@ -370,7 +380,9 @@ def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
 def running(
     arguments: argparse.Namespace, folder: Path, model: Path, traces_port: int
 ) -> Iterator[list[System]]:
-    """Start every system, two servers at a time. Systems that differ in the router's options share their nodes.
+    """Start every system, two servers at a time.
+
+    Systems that differ in the router's options share their nodes.
 
     Args:
         traces_port: The port of this program that takes spans. 0: none.
@@ -437,7 +449,8 @@ def running(
 async def ask(
     session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int
 ) -> list[float]:
-    """Return when the first, the second and the last token of the answer arrived, in seconds since the request was sent.
+    """Return when the first, the second and the last token of the answer arrived, in seconds since the
+    request was sent.
 
     A server that is busy may send several tokens at once, so they are at the time of the same event.
 
@@ -542,7 +555,8 @@ async def prompts_table(arguments: argparse.Namespace, systems: Sequence[System]
                     sample = await measure_prompts(system, prompts, arguments.max_tokens)
                 if number:
                     samples[system.name].append(sample)
-        # What the prefill node computes takes as long as at that node: two processes of one program differ by up to 5 %.
+        # What the prefill node computes takes as long as at that node: two processes of one program differ by
+        # up to 5 %.
         prefills = zip(samples[ONE_NODE], samples.pop(PREFILL_ALONE), strict=True)
         samples[ONE_NODE] = [
             replace(own, ttft_s=prefill.ttft_s, second_s=prefill.second_s) for own, prefill in prefills
@@ -836,7 +850,9 @@ def marks(started: float, times: Sequence[float], spans: Sequence[Any]) -> dict[
 
 
 def _breakdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table. *Since* is the time from the line above, which is what this one waited for at most."""
+    """Return a Markdown table. *Since* is the time from the line above, which is what this one waited for at
+    most.
+    """
     lines = [_line("", "at ms", "since the line above", "who", "what"), _line(*("---",) * 5)]
     system, before = "", 0.0
     for row in rows:

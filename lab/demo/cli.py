@@ -21,7 +21,8 @@ from .report import Way
 
 #: Enough for a few prompts, and quick to allocate.
 DEFAULT_NUM_BLOCKS = 512
-#: Small, so that the second default prompt takes several chunks and its transfer can overlap with the prefill.
+#: Small, so that the second default prompt takes several chunks and its transfer can overlap with the
+#: prefill.
 DEFAULT_CHUNK_TOKENS = 128
 #: Questions that the default model answers sensibly and briefly. They are asked in `CHAT_TEMPLATE`.
 DEFAULT_PROMPTS = (
@@ -58,7 +59,8 @@ ROUTERS = ("kvferry", "vllm-router")
 
 #: What the nodes are: our own engine, or `vllm serve` with kvferry as its connector.
 ENGINES = ("reference", "vllm")
-#: The parts of the demo: answers compared with the single node's, and answers that stream while long prompts arrive.
+#: The parts of the demo: answers compared with the single node's, and answers that stream while long prompts
+#: arrive.
 PARTS = ("questions", "load")
 #: Options about the connector, passed to the prefill node and the decode node.
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
@@ -254,7 +256,9 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _decode_node(words: Sequence[str], *, is_vllm: bool) -> tuple[str, str]:
-    """Return the layout and the dtype of the decode node with these arguments, which a node would read alike."""
+    """Return the layout and the dtype of the decode node with these arguments, which a node would
+    read alike.
+    """
     parser = argparse.ArgumentParser(
         prog="--serve-args or --decode-args",
         usage="kvferry serve OPTIONS",
@@ -277,7 +281,8 @@ def _require_options_of_vllm(options: argparse.Namespace) -> None:
     """
     parser = argparse.ArgumentParser()
     configure(parser)
-    # vLLM's answers have no figures of loads. The demo reads them from the node's metrics, for one request at a time.
+    # vLLM's answers have no figures of loads. The demo reads them from the node's metrics, for one request at
+    # a time.
     for name in ("device", "connector-module", "concurrency"):
         attribute = name.replace("-", "_")
         if getattr(options, attribute) != parser.get_default(attribute):
@@ -300,8 +305,8 @@ def _transfer_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
 def _ways(is_default: bool, router: str) -> tuple[Way, ...]:
     if router != "kvferry":
         return (Way.IN_TURN,)
-    # Both, so that the table shows what the router's default way is worth. The default comes first: users see its answers as
-    # they come, and `--keep` names its router.
+    # Both, so that the table shows what the router's default way is worth. The default comes first: users see
+    # its answers as they come, and `--keep` names its router.
     return (Way.DEFAULT, Way.IN_TURN) if is_default else (Way.DEFAULT,)
 
 

@@ -24,7 +24,8 @@ class Answer:
     """Hold what came back for one prompt.
 
     Attributes:
-        ttft_s: Seconds from sending the request to the first text or token, as the client sees it; 0 if none came.
+        ttft_s: Seconds from sending the request to the first text or token, as the client sees it; 0 if none
+            came.
         metrics: The node's own figures of the request; empty if it sent none.
         error: Why the answer is missing or incomplete; otherwise empty.
     """
@@ -38,7 +39,9 @@ class Answer:
 
     @property
     def transfer_error(self) -> str:
-        """Why the decode node could not load the KV cache and computed it instead; empty if nothing failed."""
+        """Why the decode node could not load the KV cache and computed it instead; empty if nothing
+        failed.
+        """
         return str((self.metrics.get("transfer") or {}).get("error") or "")
 
     @property
@@ -128,7 +131,8 @@ def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> Any:
 
 
 def ask_alone(port: int, **fields: Any) -> AskAlone:
-    """Return a function that asks a single node or `vllm serve` on this host for its answer and its log probabilities.
+    """Return a function that asks a single node or `vllm serve` on this host for its answer and its log
+    probabilities.
 
     It is for `near_tie.compare`. Log probabilities differ by as much as logits.
 

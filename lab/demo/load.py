@@ -1,8 +1,8 @@
 """Show what disaggregation is for: answers stream while long prompts arrive.
 
-Two nodes on one core each answer the same requests twice: as two plain nodes, each of which computes what it is sent, and as a
-pair, in which one node computes prompts and the other answers. A long prompt stops the answers of the node that computes it.
-What is compared is how long, and what that costs.
+Two nodes on one core each answer the same requests twice: as two plain nodes, each of which computes what it
+is sent, and as a pair, in which one node computes prompts and the other answers. A long prompt stops the
+answers of the node that computes it. What is compared is how long, and what that costs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NUM_STREAMS, STREAM_TOKENS = 4, 96
 NUM_LONG, LONG_ANSWER_TOKENS = 5, 4
 #: Seconds from one long prompt to the next, and until the first one.
 LONG_EVERY_S, FIRST_LONG_S = 1.5, 1.0
-#: The most prompt tokens in a step, as in `docs/benchmarks.md`. Less would shorten the pauses of plain nodes, and make each
-#: prompt slower.
+#: The most prompt tokens in a step, as in `docs/benchmarks.md`. Less would shorten the pauses of plain nodes,
+#: and make each prompt slower.
 CHUNK_TOKENS = 512
 WARM_UP = "This prompt only makes the nodes compute their first step, which is much slower than later ones. "
 
@@ -79,7 +79,10 @@ class Stream:
 
 
 def load_of(text: str) -> list[Stream]:
-    """The requests: short prompts with long answers first, then long prompts. No two begin alike, so no cache helps."""
+    """The requests: short prompts with long answers first, then long prompts.
+
+    No two begin alike, so no cache helps.
+    """
     answers = [
         Stream(f"{number + 1} lines about ferry number {number}:", STREAM_TOKENS, 0.1 * number)
         for number in range(NUM_STREAMS)
@@ -110,7 +113,9 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def start_nodes(launcher: Launcher, arguments: Sequence[str], timeout_s: float) -> list[LaunchedProcess]:
-    """Start two nodes, each on a core of its own as far as there are so many, and wait until they are ready."""
+    """Start two nodes, each on a core of its own as far as there are so many, and wait until they are
+    ready.
+    """
     cores = sorted(os.sched_getaffinity(0))
     nodes = []
     for number in range(2):
@@ -122,7 +127,9 @@ def start_nodes(launcher: Launcher, arguments: Sequence[str], timeout_s: float) 
 
 
 class Line:
-    """Draws what happens to one answer as it happens: a dot per token, `|` where a long prompt arrives, else a blank."""
+    """Draws what happens to one answer as it happens: a dot per token, `|` where a long prompt arrives, else
+    a blank.
+    """
 
     def __init__(self, name: str) -> None:
         self._indent = f"{name:>16} "
@@ -147,7 +154,10 @@ class Line:
 
 
 async def run_load(url: str, streams: Sequence[Stream], line: Line, salt: str) -> float:
-    """Send the requests when they are due, and draw the first one's answer. Returns the seconds until the last has ended."""
+    """Send the requests when they are due, and draw the first one's answer.
+
+    Returns the seconds until the last has ended.
+    """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0)) as session:
         for number in range(4):
             await ask(session, url, WARM_UP * (1 + 4 * number), 2, lambda text: None, f"{salt} {number}")

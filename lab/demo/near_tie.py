@@ -1,10 +1,10 @@
 """Distinguish a near-tie of logits from a wrong answer.
 
-A floating-point sum depends on its order, and the order depends on what else is in the batch. If the two most likely tokens
-have almost the same logit, even a single node does not always choose the same one. Such a choice is a near-tie. A greedy
-answer that differs from the single node's is still right if every difference is a near-tie. Any other difference is a
-mismatch. So is a token that the answer gives another log probability: a wrong cache often changes no token. This module is
-pure.
+A floating-point sum depends on its order, and the order depends on what else is in the batch. If the two most
+likely tokens have almost the same logit, even a single node does not always choose the same one. Such a
+choice is a near-tie. A greedy answer that differs from the single node's is still right if every difference
+is a near-tie. Any other difference is a mismatch. So is a token that the answer gives another log
+probability: a wrong cache often changes no token. This module is pure.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: dtype → two logits that differ by less than this are a near-tie. We measured how much the gap between the two largest
-#: logits changes if a prompt is computed alone, in chunks, and beside others. In float32 it changes by up to 1.8e-5 on tiny
-#: random models and 2.5e-5 on SmolLM2-135M; the tolerance is eight times that. In bfloat16 it changes by up to 0.09 and
-#: 0.25. The latter is one step of bfloat16 at SmolLM2's logits of 32 to 64; the tolerance is two steps. float16 was not
-#: measured; its steps are an eighth of bfloat16's.
+#: dtype → two logits that differ by less than this are a near-tie. We measured how much the gap between the
+#: two largest logits changes if a prompt is computed alone, in chunks, and beside others. In float32 it
+#: changes by up to 1.8e-5 on tiny random models and 2.5e-5 on SmolLM2-135M; the tolerance is eight times
+#: that. In bfloat16 it changes by up to 0.09 and 0.25. The latter is one step of bfloat16 at SmolLM2's logits
+#: of 32 to 64; the tolerance is two steps. float16 was not measured; its steps are an eighth of bfloat16's.
 _TOLERANCES = {"float32": 2e-4, "bfloat16": 0.5, "float16": 0.0625}
 
 
@@ -27,8 +27,8 @@ class Expectation:
     Attributes:
         prompt_token_ids: The prompt's tokens.
         token_ids: Its greedy answer.
-        top_logits: The two largest logits for the answer's first token, as (token id, logit), the largest first. Log
-            probabilities will do, because they differ by as much.
+        top_logits: The two largest logits for the answer's first token, as (token id, logit), the largest
+            first. Log probabilities will do, because they differ by as much.
         logprobs: The log probability of each token of the answer; empty if they are not known.
     """
 
@@ -52,7 +52,8 @@ class Difference:
         expected: The single node's token there; None: its answer ends before it.
         top_logits: The single node's largest logits there; see `Expectation`.
         tolerance: See `tolerance_of`.
-        logprobs: The token's log probability in the answer and on the single node, if only these differ; otherwise None.
+        logprobs: The token's log probability in the answer and on the single node, if only these differ;
+            otherwise None.
     """
 
     position: int
@@ -110,7 +111,8 @@ class Comparison:
 
 
 def tolerance_of(dtype: str, device: str = "cpu") -> float:
-    """Return the difference below which two logits of a model are a near-tie, and two log probabilities are equal.
+    """Return the difference below which two logits of a model are a near-tie, and two log probabilities are
+    equal.
 
     Args:
         dtype: Type of the activations; `"auto"` is the type that the engine chooses on `device`.
@@ -133,16 +135,17 @@ def compare(
 ) -> Comparison:
     """Compare a greedy answer with a single node's.
 
-    After a near-tie the two answers differ in what follows as well. So ask the single node to continue after the token
-    that the answer chose. The rest of the answer must be that continuation: a near-tie excuses one token only.
+    After a near-tie the two answers differ in what follows as well. So ask the single node to continue after
+    the token that the answer chose. The rest of the answer must be that continuation: a near-tie excuses one
+    token only.
 
     Args:
         answer: The answer to judge.
         expected: The single node's answer. It must have been asked for at least as many tokens.
         ask_alone: Called only where the two differ.
         is_whole: Whether the answer is complete. If not, it may be a prefix of the expected one.
-        logprobs, expected_logprobs: The log probability of each token of the two answers. They are compared as far as both
-            are known.
+        logprobs, expected_logprobs: The log probability of each token of the two answers. They are compared
+            as far as both are known.
     """
     near_ties: list[Difference] = []
     start, rest, num_tokens = 0, tuple(expected), max(len(answer), len(expected))

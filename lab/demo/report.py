@@ -18,8 +18,8 @@ MAX_PROMPT_CHARS = 24
 class Way(enum.Enum):
     """How the router sends a request through the pair.
 
-    `DEFAULT` is what the router does without options: a prompt of several chunks crosses while it is computed. `IN_TURN` asks one
-    node after the other.
+    `DEFAULT` is what the router does without options: a prompt of several chunks crosses while it is
+    computed. `IN_TURN` asks one node after the other.
     """
 
     DEFAULT = "default"
@@ -33,16 +33,19 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class RequestReport:
-    """Compare the pair's answer to one prompt with the single node's (`reference_*`). The JSON has exactly these keys.
+    """Compare the pair's answer to one prompt with the single node's (`reference_*`).
+
+    The JSON has exactly these keys.
 
     Attributes:
         identical: Both nodes answered, with the same tokens.
-        near_ties: How often the pair chose the other one of two tokens whose logits are almost equal, if everything else
-            is as the single node says; see `near_tie`. 0 if the answers differ in any other way.
+        near_ties: How often the pair chose the other one of two tokens whose logits are almost equal, if
+            everything else is as the single node says; see `near_tie`. 0 if the answers differ in any other
+            way.
         way: How the router sent the request; see `Way`.
         loaded_tokens: Prompt tokens whose cache was moved.
-        transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or if the
-            connector reported no figures. The other figures are 0 in both cases.
+        transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or
+            if the connector reported no figures. The other figures are 0 in both cases.
         num_regions: Contiguous runs of bytes in which the cache came.
         exposed_transfer_s: The part of `transfer_s` that computing the prompt did not hide.
         ttft_s: Time from the client's request to the first token.
@@ -115,7 +118,9 @@ def report_of(
 
 
 def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
-    """Format a table: one line per request, between what all requests have in common and what the columns mean."""
+    """Format a table: one line per request, between what all requests have in common and what the columns
+    mean.
+    """
     rows = [_HEADINGS, *map(_row, prompts, answers, reports)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = [
@@ -125,7 +130,9 @@ def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Seq
 
 
 def explain_slower(reports: Sequence[RequestReport]) -> str:
-    """Say why the pair was slower than the single node, by the default way if it was asked; empty if it was not."""
+    """Say why the pair was slower than the single node, by the default way if it was asked; empty if it was
+    not.
+    """
     shown = [report for report in reports if report.way == Way.DEFAULT.value] or reports
     both = [(report.ttft_s, report.reference_ttft_s) for report in shown if report.is_right]
     pair_s, single_s = (sum(times) for times in zip(*both, strict=True)) if both else (0.0, 0.0)

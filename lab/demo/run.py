@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "kvferry demo") 
         program: The program's name in messages.
 
     Returns:
-        The exit status: 0 if every answer has the single node's tokens, apart from near-ties of logits; 1 if not; 2 if
-        something could not start; 128 + the signal's number if the demo was interrupted.
+        The exit status: 0 if every answer has the single node's tokens, apart from near-ties of logits; 1 if
+        not; 2 if something could not start; 128 + the signal's number if the demo was interrupted.
     """
     return _exit_status_of(program, lambda: parse_arguments(arguments, program))
 
@@ -118,7 +118,10 @@ def _keep(
     single: LaunchedProcess,
     options: DemoOptions,
 ) -> None:
-    """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on."""
+    """Leave the pair running until Ctrl-C.
+
+    A process that ends meanwhile is reported, and the rest goes on.
+    """
     for stop in (single.hang_up, single.terminate):
         stop()
     url = next(iter(routers.values())).url
@@ -156,7 +159,10 @@ def _say_pages(routers: Mapping[Way, LaunchedProcess]) -> None:
 def _ask_pair(
     routers: Mapping[Way, LaunchedProcess], decode: LaunchedProcess, options: DemoOptions
 ) -> list[Answer]:
-    """Ask the pair all `options.requests`. Show the answers only the first time, because they should be the same again."""
+    """Ask the pair all `options.requests`.
+
+    Show the answers only the first time, because they should be the same again.
+    """
     answers: dict[Way, list[Answer]] = {}
     for way, router in routers.items():
         display: Display

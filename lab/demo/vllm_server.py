@@ -27,7 +27,8 @@ async def ask_pair(
     *,
     decode: LaunchedProcess,
 ) -> Answer:
-    """Ask a pair as `ask` does, and give the answer the figures of its load, which vLLM does not send with it.
+    """Ask a pair as `ask` does, and give the answer the figures of its load, which vLLM does not send with
+    it.
 
     They are what the request has added to the metrics of `decode`. So no other request may be in flight.
     """

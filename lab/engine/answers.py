@@ -72,7 +72,9 @@ class Answer:
         return "length" if self.request.num_output_tokens >= self._max_output_tokens else None
 
     def take_known_piece(self) -> RequestOutput | None:
-        """Return an output with the request's `known_token_ids`, before the first new token; None if it has none."""
+        """Return an output with the request's `known_token_ids`, before the first new token; None if it has
+        none.
+        """
         if self._known_text is None:
             return None
         known, self._known_text = self._known_text, None

@@ -64,7 +64,8 @@ def assemble(settings: EngineSettings) -> Parts:
     """Make everything that a step needs.
 
     Raises:
-        ConfigurationError: a setting, the model or a connector option cannot work. All that was started has ended.
+        ConfigurationError: a setting, the model or a connector option cannot work. All that was started has
+            ended.
         KVTransferStateError: this process runs an engine with a connector already.
     """
     device = _device(settings.device)

@@ -1,7 +1,7 @@
 """Register paged attention as an attention implementation of transformers.
 
-No mask function is registered with it, so transformers builds no mask. The paged attention knows from the step's metadata
-which tokens each token attends to.
+No mask function is registered with it, so transformers builds no mask. The paged attention knows from the
+step's metadata which tokens each token attends to.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def _sharing_targets(config: PretrainedConfig) -> dict[int, str]:
-    """Map each layer without a cache of its own to the layer whose cache it reads: the last of its kind that has one."""
+    """Map each layer without a cache of its own to the layer whose cache it reads: the last of its kind that
+    has one.
+    """
     modes = getattr(config, "kv_sharing_modes", [])
     stores = {
         config.layer_types[index]: _layer_name(index) for index, mode in enumerate(modes) if mode == "store"

@@ -60,13 +60,17 @@ class InputBatch:
         self._samplers: dict[str, TokenSampler] = {}
 
     def forget(self, plan: StepPlan) -> None:
-        """Drop the requests that finished or lost their blocks. Call this in every step, even if it computes nothing."""
+        """Drop the requests that finished or lost their blocks.
+
+        Call this in every step, even if it computes nothing.
+        """
         for request_id in plan.finished_req_ids | plan.preempted_req_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:
                 self._free_rows.append(row)
         for request_id in plan.finished_req_ids:
-            # Keep the sampler over a preemption, so that a seeded request continues with its own random numbers.
+            # Keep the sampler over a preemption, so that a seeded request continues with its own random
+            # numbers.
             self._samplers.pop(request_id, None)
 
     def make_inputs(self, plan: StepPlan) -> StepInputs:
@@ -93,7 +97,10 @@ class InputBatch:
         )
 
     def make_dummy_inputs(self, num_tokens: int) -> StepInputs:
-        """Make a step over `num_tokens` tokens of no request, at most one block. It writes to the null block and samples nothing."""
+        """Make a step over `num_tokens` tokens of no request, at most one block.
+
+        It writes to the null block and samples nothing.
+        """
         batch = StepBatch.from_lens([num_tokens], [0], self._device)
         tables = [torch.zeros((1, 1), dtype=torch.int32, device=self._device) for _ in self._tables]
         positions = self._to_device([np.arange(num_tokens)])
@@ -109,7 +116,9 @@ class InputBatch:
         return torch.from_numpy(self._tables[group][rows, :num_columns]).to(self._device)
 
     def _sync_row(self, item: ScheduledRequest) -> int:
-        """Bring a request's row up to date: new tokens, and its block table, in which blocks may have slid out."""
+        """Bring a request's row up to date: new tokens, and its block table, in which blocks may have slid
+        out.
+        """
         request_id = item.request_id
         if request_id not in self._rows:
             self._rows[request_id] = row = self._free_rows.pop()

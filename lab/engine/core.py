@@ -39,23 +39,24 @@ from .types import (
 
 logger = logging.getLogger(__name__)
 
-#: Requests that may fail one after the other, each alone in its step, without a step that succeeds in between. After more,
-#: the model counts as broken, even if its check on a few tokens still passes.
+#: Requests that may fail one after the other, each alone in its step, without a step that succeeds in
+#: between. After more, the model counts as broken, even if its check on a few tokens still passes.
 MAX_FAILED_STEPS_IN_A_ROW = 8
 #: Seconds to tell another node that its offer is not wanted. This takes a step, a handshake and a message.
 SETTLE_S = 1.0
-#: Most loads in flight whose records are kept. Only a connector that never ends the loads it records can exceed this.
+#: Most loads in flight whose records are kept. Only a connector that never ends the loads it records can
+#: exceed this.
 MAX_OPEN_LOADS = 1024
 
 
 class EngineCore:
     """The engine without its thread: `add`, `abort` and `step` are called one at a time.
 
-    A failure of one request ends that request only. An exception in work for one request (block hasher, detokenizer, a hook of the
-    connector's scheduler half) ends it with `finish_reason` `"error"`, and it returns its blocks as any request
-    does. A step that fails concerns all its requests; see `executor`, and `handoffs` for hooks of the connector that are
-    called for a whole step. Any other exception ends the engine: the model no longer runs, a worker process is gone, or
-    the block manager contradicts itself.
+    A failure of one request ends that request only. An exception in work for one request (block hasher,
+    detokenizer, a hook of the connector's scheduler half) ends it with `finish_reason` `"error"`, and it
+    returns its blocks as any request does. A step that fails concerns all its requests; see `executor`, and
+    `handoffs` for hooks of the connector that are called for a whole step. Any other exception ends the
+    engine: the model no longer runs, a worker process is gone, or the block manager contradicts itself.
 
     Args:
         on_handoffs: Called with the connector's stats of a step in which handoffs ended.
@@ -214,8 +215,8 @@ class EngineCore:
         """Run one step.
 
         Returns:
-            `(num_tokens, outputs)`: tokens computed, and outputs for clients. If no token was computed, the step only
-            handled transfers, and the next one may wait a moment.
+            `(num_tokens, outputs)`: tokens computed, and outputs for clients. If no token was computed, the
+            step only handled transfers, and the next one may wait a moment.
 
         Raises:
             EngineDeadError: a worker process is gone, or the model no longer runs.
@@ -235,7 +236,9 @@ class EngineCore:
         return plan.total_num_scheduled_tokens, self._outputs(outcome)
 
     def publish_events(self) -> None:
-        """Publish what the prefix cache has stored and removed since the last call, if the settings say so."""
+        """Publish what the prefix cache has stored and removed since the last call, if the settings
+        say so.
+        """
         events, publisher = self.parts.events, self.parts.publisher
         if events is not None and publisher is not None and (batch := events.take()):
             publisher.publish(batch)
@@ -325,8 +328,8 @@ class EngineCore:
     def settle(self) -> None:
         """Run steps until the nodes whose offers were just declined have been told.
 
-        Otherwise the connector would shut down before it has carried out its last orders, and the offers would hold
-        their blocks until their leases end.
+        Otherwise the connector would shut down before it has carried out its last orders, and the offers
+        would hold their blocks until their leases end.
         """
         while self.parts.connector_name and time.monotonic() < self._gave_up_s + SETTLE_S:
             self.step()
@@ -354,14 +357,15 @@ class _RankRecords:
         """Take in one step's report of all ranks; return one record per load that ended in it, by request.
 
         Args:
-            loading: Requests whose asynchronous load had not ended before this step. A load of any other request was
-                synchronous: every rank ended it in this step.
+            loading: Requests whose asynchronous load had not ended before this step. A load of any other
+                request was synchronous: every rank ended it in this step.
         """
         stats = report.kv_connector_stats
         # A connector from outside the project may have stats of another class, which hold no records of ours.
         for record in stats.transfers if isinstance(stats, KVConnectorStats) else ():
             self._open.setdefault(record.request_id, []).append(record)
-        # Ranks need not end a load in the same step. `finished_recving` names it only after the last of them has.
+        # Ranks need not end a load in the same step. `finished_recving` names it only after the last of them
+        # has.
         unfinished = loading - report.finished_recving
         joined = {
             request_id: TransferRecord.joined(self._open.pop(request_id))

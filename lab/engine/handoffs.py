@@ -1,12 +1,13 @@
-"""The engine's side of the connector's scheduler half: which requests load, which blocks are kept, what failed.
+"""The engine's side of the connector's scheduler half: which requests load, which blocks are kept, what
+failed.
 
 What an exception in a hook means is decided by the hook:
 
 - Hooks about one request: the exception is passed on, and that request fails.
 - `_ORDERING`: what the hook was to order may have begun or not. The loads that began in this step fail.
 - `_REPORTING`: the end of a transfer may be lost. Every request that waits for a load fails.
-- `_HARMLESS`: nothing depends on the hook. All others except `get_finished` make invalid what the step computed, so its
-  requests fail.
+- `_HARMLESS`: nothing depends on the hook. All others except `get_finished` make invalid what the step
+  computed, so its requests fail.
 
 Blocks of a failed request are not reused while the connector may still read or write them: see `Hold`.
 """
@@ -38,7 +39,8 @@ _HARMLESS = frozenset(
     {"get_kv_connector_stats", "failure", "warning", "update_connector_output", "take_events"}
 )
 
-#: A connector counts as broken after it raised in this many steps in a row, during this many seconds at least.
+#: A connector counts as broken after it raised in this many steps in a row, during this many seconds at
+#: least.
 MAX_HOOK_FAILURES_IN_A_ROW = 8
 MIN_HOOK_FAILURE_S = 10.0
 
@@ -50,7 +52,8 @@ class EndedLoads:
     Attributes:
         loaded: Requests whose tokens were loaded.
         failed: Requests whose load failed, and why.
-        lost: Requests whose load may go on or not, because a hook raised, and why. They fail whatever the policy is.
+        lost: Requests whose load may go on or not, because a hook raised, and why. They fail whatever the
+            policy is.
         invalid_block_ids: Blocks whose contents are undefined. No transfer writes to them any more.
         released: Ids of finished requests whose blocks are no longer needed.
     """
@@ -67,12 +70,13 @@ class Hold(Enum):
 
     #: The request waits until its blocks are filled.
     LOADING = "loading"
-    #: The request ended while it was loading. Its blocks may be written to until the worker half reports the end.
+    #: The request ended while it was loading. Its blocks may be written to until the worker half reports the
+    #: end.
     DRAINING = "draining"
     #: The request has finished. Its blocks are kept for another node until the worker half reports the end.
     OFFERED = "offered"
-    #: A hook raised in a step that concerned the blocks. They may be read or written until the end of a later step
-    #: in which no hook raises.
+    #: A hook raised in a step that concerned the blocks. They may be read or written until the end of a later
+    #: step in which no hook raises.
     UNSETTLED = "unsettled"
 
 
@@ -205,8 +209,8 @@ class Handoffs:
         num_tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_local_tokens)
         if num_tokens is None:
             return None, False
-        # A request that loads synchronously is part of the step, so at least one token must be left to compute. A request
-        # that loads asynchronously is not part of it.
+        # A request that loads synchronously is part of the step, so at least one token must be left to
+        # compute. A request that loads asynchronously is not part of it.
         num_wanted = request.num_tokens - num_local_tokens - (0 if is_async else 1)
         num_tokens = max(0, min(num_tokens, num_wanted))
         return num_tokens, is_async and num_tokens > 0
@@ -254,7 +258,8 @@ class Handoffs:
         """Take what the worker half must do in this step.
 
         Raises:
-            StepFailedError: the connector raised, twice. It still has the orders, and the step cannot run without them.
+            StepFailedError: the connector raised, twice. It still has the orders, and the step cannot run
+                without them.
         """
         if self._connector is None:
             return None
@@ -276,8 +281,9 @@ class Handoffs:
         """End the request.
 
         Returns:
-            `(keep_blocks, kv_transfer_params, error)`. If the blocks are kept, they are needed until `apply` or
-            `end_step` releases them. `error` is what the connector raised instead of an answer; then nothing is offered.
+            `(keep_blocks, kv_transfer_params, error)`. If the blocks are kept, they are needed until `apply`
+            or `end_step` releases them. `error` is what the connector raised instead of an answer; then
+            nothing is offered.
         """
         params, error = None, None
         if Hold.LOADING in self._holds(request.request_id):
@@ -323,8 +329,8 @@ class Handoffs:
                 ended.failed.append((request, reason))
             else:
                 ended.loaded.append(request)
-        # A connector may name failed blocks before it reports their request. Until it does, the load may still write into
-        # the request's other blocks, so none of them may be reused.
+        # A connector may name failed blocks before it reports their request. Until it does, the load may
+        # still write into the request's other blocks, so none of them may be reused.
         still_loading = {block for request_id in self.loading for block in block_ids_of[request_id]}
         self._invalid_while_loading = invalid & still_loading
         ended.invalid_block_ids.update(invalid - still_loading)

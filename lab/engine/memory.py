@@ -33,17 +33,19 @@ _SHORTEST_SEQUENCE = 2
 def plan_pool(
     config: EngineConfig, device: torch.device, *, may_shorten: bool
 ) -> tuple[EngineConfig, KVCacheConfig]:
-    """Plan the pool: the number of blocks that the user set, or else as many as fit into the node's share of the memory.
+    """Plan the pool: the number of blocks that the user set, or else as many as fit into the node's share of
+    the memory.
 
     Args:
-        may_shorten: Lower `max_model_len` to what the pool holds. If False, the user has set it, and it must fit.
+        may_shorten: Lower `max_model_len` to what the pool holds. If False, the user has set it, and it must
+            fit.
 
     Returns:
         The configuration with its final `max_model_len`, and the pool.
 
     Raises:
-        ValueError: the share of the memory is not free, or does not hold one sequence of maximum length; the message
-            says how long a sequence it would hold.
+        ValueError: the share of the memory is not free, or does not hold one sequence of maximum length; the
+            message says how long a sequence it would hold.
     """
     specs = get_kv_cache_spec(config, resolve_kv_cache_dtype(config))
     if not _can_share_blocks(specs):
@@ -74,5 +76,7 @@ def plan_pool(
 
 
 def _can_share_blocks(specs: Mapping[str, KVCacheSpec]) -> bool:
-    """Say whether all layers can use one block table, or blocks of one table have the right size for every layer."""
+    """Say whether all layers can use one block table, or blocks of one table have the right size for every
+    layer.
+    """
     return UniformTypeKVCacheSpecs.is_uniform_type(specs.values()) or is_kv_cache_page_size_uniform(specs)

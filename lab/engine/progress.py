@@ -39,8 +39,9 @@ def quiet_loading() -> Iterator[None]:
 class Elapsed:
     """Show what the program waits for and for how long: `with Elapsed("starting the nodes"): ...`.
 
-    On a terminal this is one line, rewritten in place and erased at the end. Elsewhere it is one plain line every few
-    seconds, and nothing if the wait is shorter. A thread writes, so the wait may block the interpreter's main thread.
+    On a terminal this is one line, rewritten in place and erased at the end. Elsewhere it is one plain line
+    every few seconds, and nothing if the wait is shorter. A thread writes, so the wait may block the
+    interpreter's main thread.
 
     Args:
         what: What the program waits for.

@@ -15,8 +15,8 @@ from ...transports.errors import ConfigurationError
 class EventPublisher:
     """A ZeroMQ socket that subscribers connect to. One thread at a time may use it.
 
-    A message is a topic (empty), the number of the batch in 8 bytes, and `[time, events, None]` in MessagePack. A subscriber that
-    does not keep up loses batches, which it notices by their numbers.
+    A message is a topic (empty), the number of the batch in 8 bytes, and `[time, events, None]` in
+    MessagePack. A subscriber that does not keep up loses batches, which it notices by their numbers.
 
     Args:
         endpoint: `tcp://HOST:PORT`; port 0 takes a free one.

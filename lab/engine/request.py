@@ -17,8 +17,8 @@ BlockHasher = Callable[["Request"], list[BlockHash]]
 class RequestStatus(enum.Enum):
     """The state of a request. It holds blocks while it is loading, ready or running.
 
-    `WAITING`: for its first blocks, or for new ones after a preemption. `LOADING`: another node's KV cache is being
-    read. `READY`: the load has ended, and the request waits for a step.
+    `WAITING`: for its first blocks, or for new ones after a preemption. `LOADING`: another node's KV cache is
+    being read. `READY`: the load has ended, and the request waits for a step.
     """
 
     WAITING = "waiting"

@@ -57,10 +57,12 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._model = model
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, layout: Layout) -> None:
-        """Allocate the pool, in the connector's memory if there is a connector, bind it, and register it with the connector.
+        """Allocate the pool, in the connector's memory if there is a connector, bind it, and register it with
+        the connector.
 
         Args:
-            layout: `"uniform"` is the layout that the connector prefers; `"per-layer"` has one buffer per layer.
+            layout: `"uniform"` is the layout that the connector prefers; `"per-layer"` has one buffer per
+                layer.
         """
         attention = init_attn_backend(kv_cache_config, self.config, self.device)
         layers = {
@@ -85,7 +87,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._metadata_builders = attention.metadata_builders
 
     def warm_up(self) -> None:
-        """Run the model once over a few tokens. This finds unsupported models, and makes the first request faster.
+        """Run the model once over a few tokens.
+
+        This finds unsupported models, and makes the first request faster.
 
         The tokens are written into the null block, which is never read.
 
@@ -117,9 +121,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Run one step.
 
         Raises:
-            StepFailedError: the inputs, the forward pass or the sampler raised. The connector's worker half did its part
-                nevertheless, because it gets its orders only once; its report is in the error. What the worker half itself
-                raises is in the report as well: see `KVConnectorOutput.hook_errors`.
+            StepFailedError: the inputs, the forward pass or the sampler raised. The connector's worker half
+                did its part nevertheless, because it gets its orders only once; its report is in the error.
+                What the worker half itself raises is in the report as well: see
+                `KVConnectorOutput.hook_errors`.
         """
         self._batch.forget(plan)
         if not plan.scheduled_requests:

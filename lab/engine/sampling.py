@@ -17,14 +17,15 @@ class TokenSampler:
     The stream belongs to the request, so a seed gives the same answer whatever else is in the batch.
 
     Attributes:
-        num_to_skip: Tokens that another node has drawn from the same stream, so that their numbers are used up. They are
-            skipped with the first draw, which knows how many numbers a token takes.
+        num_to_skip: Tokens that another node has drawn from the same stream, so that their numbers are used
+            up. They are skipped with the first draw, which knows how many numbers a token takes.
     """
 
     def __init__(self, params: SamplingParams, num_to_skip: int = 0) -> None:
         self.params = params
         self.generator = torch.Generator(device="cpu")
-        # Not `generator.seed()`: it opens /dev/urandom, which fails when the process is out of file descriptors.
+        # Not `generator.seed()`: it opens /dev/urandom, which fails when the process is out of file
+        # descriptors.
         self.generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
         self.num_to_skip = num_to_skip
 
@@ -60,7 +61,8 @@ def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence
     total = scores.logsumexp(dim=-1, keepdim=True)
     chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     largest = scores.topk(min(max(counts), scores.shape[-1]), dim=-1)
-    # The same subtraction for all of them: the token that a client compares with the likeliest one may be that one.
+    # The same subtraction for all of them: the token that a client compares with the likeliest one may be
+    # that one.
     ids = torch.cat([chosen, largest.indices], dim=-1).tolist()
     values = (torch.cat([scores.gather(1, chosen), largest.values], dim=-1) - total).tolist()
     return [
@@ -94,7 +96,8 @@ def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> to
     # Shift first, because a tiny temperature would otherwise turn large logits into infinities.
     shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)
-    # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p. Each row uses its own request's random numbers.
+    # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p. Each row uses its own request's
+    # random numbers.
     races = torch.stack([_race(logits.shape[-1], s) for s in samplers])
     return (probabilities / races.to(logits.device).clamp_min(1e-10)).argmax(dim=-1)
 
@@ -108,7 +111,10 @@ def _race(vocab_size: int, sampler: TokenSampler) -> torch.Tensor:
 
 
 def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set probabilities outside each row's smallest set that reaches `top_p` to zero. The most likely token always stays."""
+    """Set probabilities outside each row's smallest set that reaches `top_p` to zero.
+
+    The most likely token always stays.
+    """
     if bool((top_p >= 1.0).all()):
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -1,13 +1,13 @@
 """Decide which requests compute which tokens in the next step.
 
-A request holds blocks while it is *loading*, *ready* or *running*; together at most `max_num_seqs` do. Among those
-that compete for blocks the oldest wins: it takes them from the newest, which is recomputed later. The newest itself
-waits for blocks rather than give up its own, so the oldest can always go on, unless another node holds
-blocks of this one; those come back at the latest when their lease ends.
+A request holds blocks while it is *loading*, *ready* or *running*; together at most `max_num_seqs` do. Among
+those that compete for blocks the oldest wins: it takes them from the newest, which is recomputed later. The
+newest itself waits for blocks rather than give up its own, so the oldest can always go on, unless another
+node holds blocks of this one; those come back at the latest when their lease ends.
 
-After a step that failed, its requests are *suspects*: each is computed again, from its first token and with nothing
-else in its steps, until it has passed the tokens of that step. So a request that makes every step fail fails
-alone, and the others only lose time.
+After a step that failed, its requests are *suspects*: each is computed again, from its first token and with
+nothing else in its steps, until it has passed the tokens of that step. So a request that makes every step
+fail fails alone, and the others only lose time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from .types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-#: Prompts that fit into this part of a step, one n-th of its tokens, do not wait for longer ones that are being computed.
+#: Prompts that fit into this part of a step, one n-th of its tokens, do not wait for longer ones that are
+#: being computed.
 SHORT_SHARE: Final = 4
 #: Up to this share of the pool in use.
 MAX_USAGE: Final = 0.75
@@ -74,7 +75,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: a request is alive, a transfer is pending, or the connector must learn of an end."""
+        """Whether a step would do anything: a request is alive, a transfer is pending, or the connector must
+        learn of an end.
+        """
         is_alive = self.waiting or self.ready or self.running
         has_news = self.handoffs.has_connector and self._finished_ids
         return bool(is_alive or has_news or self.handoffs.is_pending)
@@ -103,13 +106,15 @@ class Scheduler:
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
-        """End a request wherever it stands; blocks that a transfer still uses stay out of the pool until it ended.
+        """End a request wherever it stands; blocks that a transfer still uses stay out of the pool until it
+        ended.
 
         Returns:
             `kv_transfer_params` for the client.
 
         Raises:
-            RequestFailedError: the connector failed to say what becomes of the blocks. The request is over all the same.
+            RequestFailedError: the connector failed to say what becomes of the blocks. The request is over
+                all the same.
         """
         self._forget(request)
         self._suspects.pop(request.request_id, None)
@@ -122,7 +127,8 @@ class Scheduler:
         self._manager.free(request.request_id)
         self._finished_ids.add(request.request_id)
         if error is not None:
-            # An early offer of these blocks may still be open; the worker half ends it before they are written again.
+            # An early offer of these blocks may still be open; the worker half ends it before they are
+            # written again.
             self._lost_blocks.add(request.request_id)
             raise RequestFailedError(self.handoffs.describe("request_finished", error)) from error
         return params
@@ -144,7 +150,8 @@ class Scheduler:
         draft = StepDraft(self._limits.max_num_batched_tokens, lost, suspect)
         self._plan_all(draft)
         if suspect is not None and not draft.scheduled:
-            # The suspect waits for blocks or for a load. Let the others run meanwhile; otherwise no blocks would come free.
+            # The suspect waits for blocks or for a load. Let the others run meanwhile; otherwise no blocks
+            # would come free.
             draft.suspect = None
             self._plan_all(draft)
         finished, self._finished_ids = self._finished_ids, set()
@@ -153,7 +160,8 @@ class Scheduler:
         try:
             return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
         except StepFailedError as failure:
-            # The model runner and the worker half do not see this step, so the next one must name these requests.
+            # The model runner and the worker half do not see this step, so the next one must name these
+            # requests.
             self._finished_ids |= finished
             self._lost_blocks |= draft.preempted
             return replace(plan, error=str(failure))
@@ -188,10 +196,14 @@ class Scheduler:
                 self._try_schedule(request, draft)
 
     def _plan_short(self, draft: StepDraft) -> None:
-        """Let prompts that wait go first, as far as they fit whole into a part of the step. The long ones keep the rest."""
+        """Let prompts that wait go first, as far as they fit whole into a part of the step.
+
+        The long ones keep the rest.
+        """
         num_tokens = min(self._limits.max_num_batched_tokens // SHORT_SHARE, draft.num_free_tokens)
         for request in list(self.waiting):
-            # Requests that run may soon need all blocks of a nearly full pool, and would take them back from this one.
+            # Requests that run may soon need all blocks of a nearly full pool, and would take them back from
+            # this one.
             if self._num_holders >= self._limits.max_num_seqs or self._manager.usage > MAX_USAGE:
                 return
             if request.num_tokens > num_tokens or not self._admits(draft, request):
@@ -262,7 +274,10 @@ class Scheduler:
         self.waiting.extendleft(reversed(not_yet))
 
     def _try_start(self, request: Request, draft: StepDraft) -> Literal["not yet", "no blocks"] | None:
-        """Start a request that waits, which the caller takes out of the queue. Otherwise return why it stays there."""
+        """Start a request that waits, which the caller takes out of the queue.
+
+        Otherwise return why it stays there.
+        """
         local_blocks, num_local = self._manager.get_computed_blocks(request)
         num_external, is_async = self._num_loadable_tokens(request, num_local)
         if num_external is None:
@@ -279,7 +294,9 @@ class Scheduler:
     def _start(
         self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: StepDraft
     ) -> None:
-        """Start a request that has its first blocks: it loads if there is nothing to compute yet, otherwise it runs."""
+        """Start a request that has its first blocks: it loads if there is nothing to compute yet, otherwise
+        it runs.
+        """
         if request.figures.first_blocks_s is None:
             request.figures.first_blocks_s = time.monotonic()
         if not self._tell_allocated(request, num_external, is_async=num_new_tokens == 0):
@@ -312,8 +329,8 @@ class Scheduler:
             self.handoffs.on_allocated(request, block_ids, num_external)
         except Exception as error:  # noqa: BLE001 - logged there
             why = self._note_failure(request, "update_state_after_alloc", error)
-            # With a `ConnectorError` the connector says that it has ordered nothing. Any other exception may have come
-            # after it noted the load, and then the worker half may still write into these blocks.
+            # With a `ConnectorError` the connector says that it has ordered nothing. Any other exception may
+            # have come after it noted the load, and then the worker half may still write into these blocks.
             if num_external and not isinstance(error, ConnectorError):
                 self.handoffs.on_load_in_doubt(request, is_async, why)
                 self._lost_blocks.add(request.request_id)
@@ -348,7 +365,8 @@ class Scheduler:
             if request.request_id in cut:
                 continue  # it was computed from blocks without valid contents
             request.num_computed_tokens += item.num_scheduled_tokens
-            # Not guarded: if the block manager raises, blocks may be lost or in use twice, and the engine must end.
+            # Not guarded: if the block manager raises, blocks may be lost or in use twice, and the engine
+            # must end.
             self._cache_blocks(request)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, math.inf):
                 del self._suspects[request.request_id]
@@ -371,8 +389,8 @@ class Scheduler:
     def step_failed(self, plan: StepPlan, report: KVConnectorOutput | None, why: str) -> StepOutcome:
         """Note that a step computed nothing.
 
-        A request that was alone in the step fails. Several requests become suspects. They start over, because the
-        contents of their blocks are unknown; the prefix cache only has blocks of earlier steps.
+        A request that was alone in the step fails. Several requests become suspects. They start over, because
+        the contents of their blocks are unknown; the prefix cache only has blocks of earlier steps.
 
         Args:
             report: What the connector's worker half reported, if anything.
@@ -400,7 +418,10 @@ class Scheduler:
         return outcome
 
     def _end_step(self, plan: StepPlan, hook_errors: Mapping[str, str], outcome: StepOutcome) -> bool:
-        """Act on what hooks raised in a step. Return False if its tokens do not count; then its requests fail."""
+        """Act on what hooks raised in a step.
+
+        Return False if its tokens do not count; then its requests fail.
+        """
         ended, why_void = self.handoffs.end_step(hook_errors)
         for request_id in ended.released:
             self._manager.unpin(request_id)
@@ -450,7 +471,8 @@ class Scheduler:
     def _end_load(self, request: Request) -> None:
         request.num_computed_tokens += request.figures.num_loaded_tokens
         self._cache_blocks(request)
-        # The next token needs the logits of the last known one, so compute that one here even if it was loaded.
+        # The next token needs the logits of the last known one, so compute that one here even if it was
+        # loaded.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._make_ready(request)
 
@@ -472,7 +494,9 @@ class Scheduler:
     def _cut_running(
         self, report: KVConnectorOutput, valid_tokens: Mapping[str, int], outcome: StepOutcome
     ) -> set[str]:
-        """Move requests that ran on synchronously loaded blocks whose load failed back to their valid prefix."""
+        """Move requests that ran on synchronously loaded blocks whose load failed back to their valid
+        prefix.
+        """
         cut = {request.request_id: request for request in self.running if request.request_id in valid_tokens}
         for request_id, request in cut.items():
             request.num_computed_tokens = min(request.num_computed_tokens, valid_tokens[request_id])

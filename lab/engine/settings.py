@@ -27,17 +27,19 @@ class EngineSettings:
             it; `"per-layer"` has one buffer per layer.
         page_order: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
         block_size: Tokens per block.
-        num_blocks: Blocks of the pool, including the null block; 0 for as many as `memory_utilization` allows.
+        num_blocks: Blocks of the pool, including the null block; 0 for as many as `memory_utilization`
+            allows.
         memory_utilization: Share of the device's memory for the pool when `num_blocks` is 0.
-        max_model_len: Longest sequence; 0 for the length that the model was trained for, or less if the pool is smaller.
+        max_model_len: Longest sequence; 0 for the length that the model was trained for, or less if the pool
+            is smaller.
         max_num_batched_tokens: Most tokens per step, which is also the size of a prefill chunk.
         max_num_seqs: Most requests per step.
         enable_prefix_caching: Keep and reuse blocks of finished requests.
         hash_seed: Seed of the block hashes; nodes with the same seed agree on them. Empty for a random seed.
         num_threads: Threads of PyTorch in each process; 0 lets PyTorch choose.
         tensor_parallel_size: Worker processes that share each layer; 1 to run the model in this process.
-        kv_events_endpoint: `tcp://HOST:PORT` at which to publish what the prefix cache stores and removes; port 0 for a free one,
-            empty to publish nothing.
+        kv_events_endpoint: `tcp://HOST:PORT` at which to publish what the prefix cache stores and removes;
+            port 0 for a free one, empty to publish nothing.
         kv_transfer: The connector and its options; None on a node that transfers nothing.
 
     Raises:

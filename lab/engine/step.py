@@ -15,8 +15,8 @@ class ScheduledRequest:
     The step computes tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`.
 
     Attributes:
-        num_computed_tokens: The request's `num_computed_tokens` before the step. The request's own number goes on
-            after the step; this one stays.
+        num_computed_tokens: The request's `num_computed_tokens` before the step. The request's own number
+            goes on after the step; this one stays.
         block_ids: The whole block table, one list per KV cache group, with slots for all these tokens.
     """
 
@@ -43,7 +43,8 @@ class StepPlan:
         scheduled_requests: What to compute, each request once.
         finished_req_ids: Requests that finished since the previous step.
         preempted_req_ids: Requests that lost their blocks in this step.
-        error: Why the step cannot run; empty if it can. Then it must not be executed: see `Scheduler.step_refused`.
+        error: Why the step cannot run; empty if it can. Then it must not be executed: see
+            `Scheduler.step_refused`.
     """
 
     scheduled_requests: tuple[ScheduledRequest, ...] = ()

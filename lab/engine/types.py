@@ -12,8 +12,8 @@ from .errors import InvalidRequestError
 #: `"moved"`: the answer was stopped after a token, for another node to go on with it.
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
-#: (token id, log probability) of a token, and then of the likeliest tokens in its place, the likeliest first. They are the
-#: model's own: before temperature and `top_p`.
+#: (token id, log probability) of a token, and then of the likeliest tokens in its place, the likeliest first.
+#: They are the model's own: before temperature and `top_p`.
 Logprobs = tuple[tuple[int, float], ...]
 #: The most tokens of `Logprobs` after the first one.
 MAX_LOGPROBS = 20
@@ -30,8 +30,8 @@ class SamplingParams:
         seed: The same seed gives the same answer, whatever else runs. None draws a random seed.
         stop: The answer ends before the first of these texts.
         ignore_eos: Continue past the model's end-of-sequence tokens.
-        num_logprobs: Return the log probability of each token of the answer, and of this many of the likeliest, 0 to 20.
-            None returns none.
+        num_logprobs: Return the log probability of each token of the answer, and of this many of the
+            likeliest, 0 to 20. None returns none.
 
     Raises:
         InvalidRequestError: a value is outside its range; `param` names it.
@@ -62,8 +62,10 @@ class GenerationRequest:
     Attributes:
         request_id: Unique among the live requests of the node.
         kv_transfer_params: What to transfer, as a router or a prefill node wrote it.
-        cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
-        known_token_ids: The beginning of the answer, which another node has chosen. This node continues after it.
+        cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no
+            salt.
+        known_token_ids: The beginning of the answer, which another node has chosen. This node continues after
+            it.
         move_as: The name by which `Engine.move` finds the request; empty: it stays here.
     """
 
@@ -100,7 +102,8 @@ class RequestMetrics:
         num_loaded_tokens: Prompt tokens whose KV cache the connector loaded.
         num_preemptions: Times the request lost its blocks and was recomputed.
         ttft_s: Time from arrival to the first token; 0 until there is one.
-        transfer: How the KV cache came here; None if nothing was loaded, or the connector reported no figures of the load.
+        transfer: How the KV cache came here; None if nothing was loaded, or the connector reported no figures
+            of the load.
         queue_s: Time from arrival until the request got its first blocks; part of `ttft_s`.
     """
 
@@ -122,8 +125,8 @@ class RequestOutput:
         new_token_ids: Tokens since the previous output.
         text_delta: Text since the previous output. A stop text and what follows it never appear.
         error: Why the request ended with `finish_reason` `"error"`; otherwise empty.
-        kv_transfer_params: In the last output of a prefill, what the decode node needs; in that of an answer that is moved, what
-            the node needs that goes on with it.
+        kv_transfer_params: In the last output of a prefill, what the decode node needs; in that of an answer
+            that is moved, what the node needs that goes on with it.
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
         is_known: The piece is the request's `known_token_ids`, which the client has already.
     """
@@ -177,12 +180,15 @@ class EngineTotals:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Describe an engine at one moment. Fields that count something are also metrics, whose help texts explain them.
+    """Describe an engine at one moment.
+
+    Fields that count something are also metrics, whose help texts explain them.
 
     Attributes:
         healthy: The step loop runs.
         error: Why the step loop does not run; empty while it does.
-        transfer_error: Why the node can no longer hand anything over although its step loop runs; otherwise empty.
+        transfer_error: Why the node can no longer hand anything over although its step loop runs; otherwise
+            empty.
         transfer_warning: What prevents some handoffs; otherwise empty.
     """
 

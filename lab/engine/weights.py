@@ -116,7 +116,8 @@ def load_model(
 def model_identity(folder: Path) -> ModelIdentity:
     """Hash a folder's model, including every byte of its weights.
 
-    The result depends neither on where the files lie nor on the version of the library that wrote the configuration.
+    The result depends neither on where the files lie nor on the version of the library that wrote the
+    configuration.
 
     Raises:
         ConfigurationError: a file cannot be read; `key` is `"model"`.

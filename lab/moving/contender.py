@@ -1,4 +1,6 @@
-"""Contenders: ways to move regions from the pool of one process, the owner, into the pool of another, the reader."""
+"""Contenders: ways to move regions from the pool of one process, the owner, into the pool of another, the
+reader.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from kvferry.transports.errors import BackendUnavailableError, KVTransferError
 #: Longest time in seconds in which a peer connects, or a read ends.
 TIMEOUT_S: Final = 10.0
 
-#: A pool as 8-byte words. In the owner's pool each word holds its own index, so that the reader can check what it read.
+#: A pool as 8-byte words. In the owner's pool each word holds its own index, so that the reader can check
+#: what it read.
 Pool = npt.NDArray[np.int64]
 
 
@@ -40,7 +43,10 @@ class FailedError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> FailedError:
-        """Say what an exception means for the contender. Unlike some exceptions, the result can be pickled."""
+        """Say what an exception means for the contender.
+
+        Unlike some exceptions, the result can be pickled.
+        """
         if isinstance(error, FailedError):
             return error
         text = str(error) if isinstance(error, KVTransferError) else f"{type(error).__name__}: {error}"
@@ -86,7 +92,8 @@ class Reader(ABC):
         """Move the regions. Return the mechanism as soon as all bytes are in place."""
 
     def check(self, pairs: RegionPairs) -> None:
-        """Check the first and last word of every region that was read, then overwrite them for the next check.
+        """Check the first and last word of every region that was read, then overwrite them for the next
+        check.
 
         Raises:
             ValueError: a word is wrong.
@@ -101,7 +108,8 @@ class Reader(ABC):
         """Close what was opened. By default nothing is, or it ends with the process."""
 
 
-#: Runs in the owner's process: fills the pool, sends its address over the connection, serves until something arrives there.
+#: Runs in the owner's process: fills the pool, sends its address over the connection, serves until something
+#: arrives there.
 Owner = Callable[[Setup, Connection], None]
 
 
@@ -138,7 +146,9 @@ class Contender:
 
 
 def pool_memory(num_bytes: int) -> mmap.mmap:
-    """Allocate ordinary memory, on huge pages if the kernel has them, for contenders that do not allocate their own."""
+    """Allocate ordinary memory, on huge pages if the kernel has them, for contenders that do not allocate
+    their own.
+    """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

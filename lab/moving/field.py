@@ -51,7 +51,8 @@ def memcpy() -> Contender:
 def nixl_pair(tls: str) -> tuple[Contender, Contender]:
     """NIXL alone, and the transport `nixl`, over the same UCX transports."""
     alone, name = f"NIXL, {tls}", f"kvferry nixl, {tls}"
-    # What the transport sets for itself. `cma` is what UCX chooses between two processes of one host if TCP is out.
+    # What the transport sets for itself. `cma` is what UCX chooses between two processes of one host if TCP
+    # is out.
     environment = {
         "NIXL_LOG_LEVEL": "FATAL",
         "UCX_LOG_LEVEL": "FATAL",

@@ -38,7 +38,9 @@ def own_nothing(setup: Setup, reader: Connection) -> None:
 
 
 class MemcpyReader(Reader):
-    """Copies as many bytes in one run, by one thread, within its own process, between places that no CPU cache holds."""
+    """Copies as many bytes in one run, by one thread, within its own process, between places that no CPU
+    cache holds.
+    """
 
     def __init__(self, setup: Setup, address: Any) -> None:
         self.pool = np.frombuffer(pool_memory(setup.pool_bytes), dtype=np.int64)
@@ -64,7 +66,10 @@ _MAX_BUFFERS = 64
 
 
 def own_sockets(setup: Setup, reader: Connection) -> None:
-    """Answer lists of offsets with `sendmsg` from the pool, over one loopback TCP connection. Nothing is checked."""
+    """Answer lists of offsets with `sendmsg` from the pool, over one loopback TCP connection.
+
+    Nothing is checked.
+    """
     pool = _filled_pool(setup.pool_bytes).data.cast("B")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -123,7 +128,9 @@ class SocketReader(Reader):
 
 
 def _installed() -> str:
-    """Return the name of the distribution of NIXL that is installed; if none is, that of the one for CUDA 12."""
+    """Return the name of the distribution of NIXL that is installed; if none is, that of the one for
+    CUDA 12.
+    """
     for name in ("nixl-cu13", "nixl-cu12"):
         try:
             importlib.metadata.version(name)

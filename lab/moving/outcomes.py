@@ -16,7 +16,8 @@ from .report import Result, results_of
 from .rounds import measure, show
 from .shapes import Shape
 
-#: `ok`: bytes arrived, and were right. `missing`: it needs what this machine lacks. `skipped`: it cannot lead to this peer.
+#: `ok`: bytes arrived, and were right. `missing`: it needs what this machine lacks. `skipped`: it cannot lead
+#: to this peer.
 Status = Literal["ok", "missing", "failed", "skipped"]
 
 

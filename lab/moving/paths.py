@@ -1,4 +1,7 @@
-"""The paths that `kvferry doctor` and `kvferry bench` try. The command line names them, so importing it is cheap."""
+"""The paths that `kvferry doctor` and `kvferry bench` try.
+
+The command line names them, so importing it is cheap.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ class Path:
 
     Attributes:
         options: Options of the transport, at both ends.
-        memory: Where the pool is: in memory that the transport allocates, in ordinary memory, or on the first GPU.
+        memory: Where the pool is: in memory that the transport allocates, in ordinary memory, or on the first
+            GPU.
     """
 
     name: str
@@ -23,7 +27,8 @@ class Path:
     memory: Literal["arena", "ordinary", "gpu"] = "arena"
 
 
-#: A reader does not look after its connection while it copies or checks; on a busy machine that takes a while.
+#: A reader does not look after its connection while it copies or checks; on a busy machine that takes a
+#: while.
 _PLAINTEXT: Final[Mapping[str, object]] = {"allow_plaintext": True, "peer_timeout_s": 30}
 _TCP_PLAINTEXT: Final[Mapping[str, object]] = {**_PLAINTEXT, "tls": "off"}
 

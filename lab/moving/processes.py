@@ -25,7 +25,8 @@ ANSWER_TIMEOUT_S: Final = 60.0
 
 _PR_SET_PDEATHSIG: Final = 1
 
-#: Forks from a process that has imported what every end needs. No end inherits what libraries did in another one.
+#: Forks from a process that has imported what every end needs. No end inherits what libraries did in another
+#: one.
 _starting = multiprocessing.get_context("forkserver")
 _starting.set_forkserver_preload(["kvferry.lab.moving.ends"])
 
@@ -160,7 +161,9 @@ class Running:
 
 
 def _run(work: Callable[..., None], arguments: Sequence[Any], parent: Connection) -> None:
-    """Be a child: end with the parent, even while stopped, and print nothing, since libraries write to our terminal."""
+    """Be a child: end with the parent, even while stopped, and print nothing, since libraries write to our
+    terminal.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable()
@@ -181,7 +184,9 @@ def own(contender: Contender, setup: Setup, parent: Connection) -> None:
 
 
 def read(contender: Contender, setup: Setup, parent: Connection) -> None:
-    """Be the reader: receive the owner's address and process id, send the route, and answer reads with their timings."""
+    """Be the reader: receive the owner's address and process id, send the route, and answer reads with their
+    timings.
+    """
     os.environ.update(contender.environment)
     if (found := parent.recv()) is None:
         return

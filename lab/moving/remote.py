@@ -6,8 +6,8 @@ Both sides talk JSON, one object per line, over a TCP connection of their own:
     client     {"open": name, "pool_bytes": N}
     listener   {"address": …}, or {"status": …, "reason": …} if the path does not work there
 
-The path stays open until the client closes the connection. A listener serves a pattern of numbers and nothing else, to any
-client that reaches it, and bounds what clients may ask for.
+The path stays open until the client closes the connection. A listener serves a pattern of numbers and nothing
+else, to any client that reaches it, and bounds what clients may ask for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class _Lines:
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """Return the next object. Raises ValueError: the other side is no doctor. Raises OSError: it is gone."""
+        """Return the next object.
+
+        Raises ValueError: the other side is no doctor. Raises OSError: it is gone.
+        """
         until = time.monotonic() + timeout_s  # of the whole line, however its bytes drip in
         while b"\n" not in self._rest:
             if len(self._rest) > _MAX_LINE_BYTES:
@@ -119,7 +122,10 @@ class Listener:
         self.address = self._socket.getsockname()[:2]
 
     def serve(self) -> None:
-        """Accept clients until `close` is called from another thread, or an exception ends it. Then all paths are closed."""
+        """Accept clients until `close` is called from another thread, or an exception ends it.
+
+        Then all paths are closed.
+        """
         threads: list[threading.Thread] = []
         try:
             while not self._is_closed.is_set():

@@ -20,7 +20,8 @@ class Result:
     """The figures of one contender for one shape.
 
     Attributes:
-        to_memcpy: Speed relative to memcpy in the same round; median over rounds, 0 if memcpy was not measured.
+        to_memcpy: Speed relative to memcpy in the same round; median over rounds, 0 if memcpy was not
+            measured.
         to_memcpy_quartiles: First and third quartile of the same ratio.
         to_sockets: Speed relative to plain sockets, likewise.
         twin: The contender that it is compared with; empty if none.

@@ -1,4 +1,7 @@
-"""Measure in rounds. In each, every contender moves every shape, so that a disturbance of the machine affects all."""
+"""Measure in rounds.
+
+In each, every contender moves every shape, so that a disturbance of the machine affects all.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,9 @@ def measure(
 def _batches(
     running: Mapping[str, Running], shapes: Sequence[Shape], pool_bytes: int, number: int
 ) -> Iterator[tuple[str, Shape, list[RegionPairs]]]:
-    """Yield the batches of a round: contender, shape and reads. The order is random; all contenders move the same blocks.
+    """Yield the batches of a round: contender, shape and reads.
+
+    The order is random; all contenders move the same blocks.
 
     The first read of a batch has one region and is not counted, because the processes have just been resumed.
     """

@@ -57,7 +57,9 @@ class Shape:
 
 
 def shapes_of(num_blocks: int) -> list[Shape]:
-    """Return shapes of many blocks and of one, in both layouts, for a model like Llama-3.1-8B and for SmolLM2-135M."""
+    """Return shapes of many blocks and of one, in both layouts, for a model like Llama-3.1-8B and for
+    SmolLM2-135M.
+    """
     shapes = []
     for model, num_layers, page_bytes in (("llama-8b", 32, 64 << 10), ("smollm2-135m", 30, 12 << 10)):
         for count in (num_blocks, 1):

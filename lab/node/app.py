@@ -54,8 +54,8 @@ from .replies import (
     transfer_outcome,
 )
 
-#: Most characters of a client's `X-Request-Id`. The rest is cut off. vllm-router puts both nodes' addresses into an id, before
-#: the part that makes it unique.
+#: Most characters of a client's `X-Request-Id`. The rest is cut off. vllm-router puts both nodes' addresses
+#: into an id, before the part that makes it unique.
 MAX_REQUEST_ID_CHARS = 640
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -70,16 +70,17 @@ Parser = Callable[[Mapping[str, Any]], ClientRequest]
 class NodeServer:
     """Serves OpenAI's API over one engine. Before the engine runs it answers too, with status `starting`.
 
-    `/health` says whether the process is alive, and `/ready` whether it should receive new requests. Both answer
-    `{"status": ...}` and, if something is wrong, `"error"`. The status is one of
+    `/health` says whether the process is alive, and `/ready` whether it should receive new requests. Both
+    answer `{"status": ...}` and, if something is wrong, `"error"`. The status is one of
 
                    /health  /ready
         starting   503      503    the model is being loaded
         ok         200      200
         overloaded 200      503    as many requests wait as may; the next one would be answered 429
-        draining   200      503    the node is stopping; it finishes what it has accepted, and delivers its offers
-        failing    503      503    the node can no longer transfer caches; `"error"` says why, and it must be restarted
-        dead       503      503    the engine ended; `"error"` says why, and the process is about to exit
+        draining   200      503    the node is stopping; it finishes what it has accepted, and delivers its
+        offers failing    503      503    the node can no longer transfer caches; `"error"` says why, and it
+        must be restarted dead       503      503    the engine ended; `"error"` says why, and the process is
+        about to exit
 
     Args:
         engine: The engine. The caller starts it, and then calls `engine_is_ready`.
@@ -176,7 +177,8 @@ class NodeServer:
         is_up = status in ("ok", "overloaded")
         told = {**self._what_it_is(), "load": self._load()} if is_up else {}
         if is_up and request.get(HAS_KEY, False):
-            # Where a decode node can reach this one: a router names both in the first request, for which it needs a key.
+            # Where a decode node can reach this one: a router names both in the first request, for which it
+            # needs a key.
             told["kv_transfer_params"] = {**self._engine.connector_description, **self._publisher()}
         return self._described(status, error, status == "ok", **told)
 
@@ -205,7 +207,8 @@ class NodeServer:
         body = {"status": status, **({"error": error} if error else {}), **facts}
         if status == "ok":
             kv_transfer = self._engine.settings.kv_transfer
-            # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
+            # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy
+            # is to recompute.
             if kv_transfer:
                 # An answer goes on only at a node that would have chosen the same tokens.
                 body |= {
@@ -276,8 +279,9 @@ class NodeServer:
             if params.get(MOVE) is not None:
                 # Not in the queue for a slot, which comes free when the answer has moved.
                 return self._move(params[MOVE])
-            # Without the release the drain would wait for this offer until its lease ends. An answer that this node has given up for
-            # another one comes back if that one is lost, and this node still has its cache.
+            # Without the release the drain would wait for this offer until its lease ends. An answer that
+            # this node has given up for another one comes back if that one is lost, and this node still has
+            # its cache.
             if params.get("do_release") is not True and not _goes_on(params):
                 # Do not decline the offer that the request names: a router may send it to another node.
                 return unavailable(
@@ -310,8 +314,9 @@ class NodeServer:
             with span_of_work(request, body.get("kv_transfer_params")):
                 return await self._answer_to(request, body, parse, reply_format)
         except Exception as error:
-            # The engine has not seen the request, or has failed it. Either way nothing here will load the offer, so tell the
-            # node that made it. The exception is an error with which a router may send the offer to another node.
+            # The engine has not seen the request, or has failed it. Either way nothing here will load the
+            # offer, so tell the node that made it. The exception is an error with which a router may send the
+            # offer to another node.
             may_retry_elsewhere = isinstance(error, ApiError) and error.status >= 500
             params = body.get("kv_transfer_params")
             if not may_retry_elsewhere and isinstance(params, dict):
@@ -371,7 +376,10 @@ class NodeServer:
             return await self._whole(pieces, choices, envelope, client)
 
     def _move(self, name: object) -> web.Response:
-        """Stop the answer of this name for another node. If it has ended, that is no error: the order came too late."""
+        """Stop the answer of this name for another node.
+
+        If it has ended, that is no error: the order came too late.
+        """
         if not isinstance(name, str) or not name:
             raise bad_request(f"'{MOVE}' must be the name of an answer", "kv_transfer_params")
         self._running_engine().move(name)
@@ -397,7 +405,8 @@ class NodeServer:
         if number and sampling.seed is not None:  # otherwise all answers would be the same
             sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 63))
         return GenerationRequest(
-            # A client may use an id twice, and a router may retry with the same id. The suffix makes ids unique.
+            # A client may use an id twice, and a router may retry with the same id. The suffix makes ids
+            # unique.
             request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=prompt,
             sampling=sampling,
@@ -467,7 +476,8 @@ class NodeServer:
         except Exception as error:
             if not response.prepared:
                 raise
-            # The status has been sent, so an error response is no longer possible. Send the error as the last event.
+            # The status has been sent, so an error response is no longer possible. Send the error as the last
+            # event.
             logger.exception("%s %s failed in the middle of its answer", request.method, request.path)
             failed = ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
             await response.write(_event(failed.body()))
@@ -561,7 +571,9 @@ def _client_request_id(request: web.Request) -> str:
 
 
 def _client_id_of(engine_id: str) -> str:
-    """Return the `X-Request-Id` of a request that the connector knows as `KIND-ID-SUFFIX-NUMBER`; see `_generation`."""
+    """Return the `X-Request-Id` of a request that the connector knows as `KIND-ID-SUFFIX-NUMBER`; see
+    `_generation`.
+    """
     # The engine appends the number, which makes ids unique for the connector.
     return engine_id.rpartition("-")[0].rpartition("-")[0].partition("-")[2] or engine_id
 

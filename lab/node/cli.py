@@ -28,7 +28,8 @@ from .options import DEFAULT_CONNECTOR, add_option, connector_options
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
-#: Default port of each role. A single node takes the router's port, because it replaces the router for its clients.
+#: Default port of each role. A single node takes the router's port, because it replaces the router for its
+#: clients.
 DEFAULT_PORTS: dict[str, int] = {
     "prefill": 8100, "both": 8100, "decode": 8200, SINGLE: 8000,
     "kv_producer": 8100, "kv_both": 8100, "kv_consumer": 8200,

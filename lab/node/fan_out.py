@@ -18,11 +18,12 @@ async def pieces_of(
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all answers as they are made, until each has ended.
 
-    The first answer to a prompt starts at once, and the others when it has its first token. The prompt is then in the
-    prefix cache, so it is computed or loaded only once. Closing the generator ends all answers.
+    The first answer to a prompt starts at once, and the others when it has its first token. The prompt is
+    then in the prefix cache, so it is computed or loaded only once. Closing the generator ends all answers.
 
     Args:
-        prompts: By prompt, the requests for its answers. All prompts have equally many; answers are numbered through.
+        prompts: By prompt, the requests for its answers. All prompts have equally many; answers are numbered
+            through.
 
     Raises:
         Exception: what `generate` raised for the first request that fails; the others are ended.

@@ -1,4 +1,7 @@
-"""Run a node that has its port: load the model, serve, drain, stop. `docs/design.md` describes what others see of this."""
+"""Run a node that has its port: load the model, serve, drain, stop.
+
+`docs/design.md` describes what others see of this.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
         say(f"{options.role} node ready on {options.access.scheme}://{host}:{port}")
         link.report(ready=True)
         await _first_of(stop.drain, died)
-        # Keep the listener open until the end, so that health checks and new requests of routers still get an answer.
+        # Keep the listener open until the end, so that health checks and new requests of routers still get an
+        # answer.
         if not died.is_set():
             server.announce_drain()
             await _first_of(stop.now, died, timeout_s=options.drain_delay_s)
@@ -71,7 +75,8 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
         if died.is_set():
             link.report(failed=why)
             await _report_death(server, stop)
-        # Close the engine while HTTP is still served: this aborts the remaining requests, and their clients need answers.
+        # Close the engine while HTTP is still served: this aborts the remaining requests, and their clients
+        # need answers.
         await _close(engine)
     if died.is_set():
         raise BrokenError(why)
@@ -123,8 +128,8 @@ async def _drain(
 
     The wait ends early at the deadline, at a second signal, or if the engine ends.
 
-    Wait for both at once. Offers cannot be waited for first, because a prefill that is still being answered makes one when
-    it ends. Answers need not be waited for first, because decode nodes load offers meanwhile.
+    Wait for both at once. Offers cannot be waited for first, because a prefill that is still being answered
+    makes one when it ends. Answers need not be waited for first, because decode nodes load offers meanwhile.
     """
     deadline = time.monotonic() + timeout_s
     if not stop.now.is_set():
@@ -144,7 +149,9 @@ async def _drain(
 
 
 async def _report_death(server: NodeServer, stop: StopRequest) -> None:
-    """Keep serving for a short time, so that `/health` and the answers in flight report why the engine ended."""
+    """Keep serving for a short time, so that `/health` and the answers in flight report why the
+    engine ended.
+    """
     began = time.monotonic()
     await _first_of(stop.now, timeout_s=_SHOW_DEATH_S)
     while server.num_answering and time.monotonic() < began + _REPORT_DEATH_S and not stop.now.is_set():

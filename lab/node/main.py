@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "kvferry serve")
         program: The program's name in messages.
 
     Returns:
-        The exit status: 0 after a signal to stop, 1 if the engine could not continue or did not close, 2 if the node
-        could not start with these options.
+        The exit status: 0 after a signal to stop, 1 if the engine could not continue or did not close, 2 if
+        the node could not start with these options.
     """
     return exit_status_of(program, lambda: _run(parse_arguments(arguments, program)))
 
@@ -37,12 +37,13 @@ def run(arguments: argparse.Namespace, program: str) -> int:
 
 
 def _run(options: NodeOptions) -> None:
-    # Several nodes may share a machine's cores, so an OpenMP thread that waits must not spin. Set this before PyTorch is
-    # imported.
+    # Several nodes may share a machine's cores, so an OpenMP thread that waits must not spin. Set this before
+    # PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if options.settings.kv_transfer and options.settings.kv_transfer.kv_connector_module_path:
-        # The command `kvferry` does not look for modules in the current folder. A connector of the user's own may be there.
-        # At the end, so that no file of that folder replaces a module of Python or of a library.
+        # The command `kvferry` does not look for modules in the current folder. A connector of the user's own
+        # may be there. At the end, so that no file of that folder replaces a module of Python or of a
+        # library.
         sys.path.append(os.getcwd())
     set_up_logging(options.log_level, options.role, options.log_format)
     set_up_tracing(options.otlp_traces_endpoint, options.role)

@@ -1,7 +1,8 @@
 """Export the node's metrics for Prometheus, in a registry of its own.
 
-Metrics of handoffs come from `kvferry.connector.stats`, and are the same in every host of a connector. The fields of
-`EngineStats` and `EngineTotals` declare the metrics of the engine, which are named `kvferry_engine_*`.
+Metrics of handoffs come from `kvferry.connector.stats`, and are the same in every host of a connector. The
+fields of `EngineStats` and `EngineTotals` declare the metrics of the engine, which are named
+`kvferry_engine_*`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read the JSON bodies of OpenAI's API into frozen types.
 
-The list of fields is closed. A field is served (`web/api_pages.py` lists these), or it cannot change an answer, or it is refused
-unless its value asks for nothing.
+The list of fields is closed. A field is served (`web/api_pages.py` lists these), or it cannot change an
+answer, or it is refused unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_STOP_TEXTS = 16
 #: Most answers to one request: its prompts times `n`.
 MAX_ANSWERS = 256
 
-#: Fields that are accepted with any value, because they cannot change an answer. `docs/openai-api.md` names them.
+#: Fields that are accepted with any value, because they cannot change an answer. `docs/openai-api.md` names
+#: them.
 WITHOUT_EFFECT = frozenset(
     {
         *(
@@ -41,8 +42,9 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 STREAM_OPTIONS_WITHOUT_EFFECT = frozenset({"continuous_usage_stats", "include_obfuscation"})
-#: Fields that are not served, and the values that change nothing. `min_tokens` may also be 1 in a request for a prefill, where
-#: vllm-router writes it. Every other field that is not served may only be null, false or empty.
+#: Fields that are not served, and the values that change nothing. `min_tokens` may also be 1 in a request for
+#: a prefill, where vllm-router writes it. Every other field that is not served may only be null, false or
+#: empty.
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "top_k": (0, -1),
@@ -109,12 +111,12 @@ class KnownAnswer:
     """The beginning of an answer, as other nodes chose it. They were lost in the middle of it, or drain.
 
     A router sends it in `kv_transfer_params` as `continues`, a key that connectors ignore:
-    `{"token_ids": [...], "created": ..., "model": ...}`. The answer is then that of a single node. Its stream begins
-    after these tokens, and everything else counts and contains them. A node with another digest refuses (503): it
-    may have been restarted with another model since the router asked.
+    `{"token_ids": [...], "created": ..., "model": ...}`. The answer is then that of a single node. Its stream
+    begins after these tokens, and everything else counts and contains them. A node with another digest
+    refuses (503): it may have been restarted with another model since the router asked.
 
-    With `"move_as": NAME` the router can have the answer moved. It sends `{"move": NAME}`, and the answer stops
-    after its next token with the `finish_reason` `"moved"` and the params of an offer of its cache.
+    With `"move_as": NAME` the router can have the answer moved. It sends `{"move": NAME}`, and the answer
+    stops after its next token with the `finish_reason` `"moved"` and the params of an offer of its cache.
 
     Attributes:
         token_ids: Empty: the answer begins here.
@@ -138,9 +140,12 @@ class ClientRequest:
         prompts: Each a text, token ids, or a chat.
         num_answers: Answers to each prompt.
         include_usage: Whether a stream ends with a chunk that has the usage.
-        return_token_ids: Whether answers have `token_ids` in addition to the text, and whole ones `prompt_token_ids`.
-        return_tokens_as_token_ids: Whether log probabilities name tokens by their ids, which are unique, and not by their texts.
-        cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
+        return_token_ids: Whether answers have `token_ids` in addition to the text, and whole ones
+            `prompt_token_ids`.
+        return_tokens_as_token_ids: Whether log probabilities name tokens by their ids, which are unique, and
+            not by their texts.
+        cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for
+            no salt.
         known: The beginning of the answer, after which this node continues. None: it begins here.
     """
 
@@ -242,7 +247,8 @@ def _client_request(
             "kv_transfer_params.continues needs one answer to one prompt, and no log probabilities: leave it out",
             "kv_transfer_params",
         )
-    # As vLLM does. A client that sends an empty salt by mistake would share cached prompts without knowing it.
+    # As vLLM does. A client that sends an empty salt by mistake would share cached prompts without knowing
+    # it.
     if body.get("cache_salt") == "":
         raise bad_request(
             "'cache_salt' must not be empty: leave it out to share cached prompts", "cache_salt"
@@ -309,7 +315,10 @@ def _require_nothing(name: str, param: str, value: object, allowed: tuple[object
 
 
 def _is_prefill(body: Mapping[str, Any]) -> bool:
-    """Whether this is a router's request for a prefill. Its only token goes to no client, so it does not matter which it is."""
+    """Whether this is a router's request for a prefill.
+
+    Its only token goes to no client, so it does not matter which it is.
+    """
     params = body.get("kv_transfer_params")
     return body.get("max_tokens") == 1 and isinstance(params, dict) and params.get("do_remote_decode") is True
 

@@ -18,10 +18,11 @@ from ...web.serving import SHUTDOWN_DEADLINE_S, leave_now
 from ..engine.errors import PromptTooLongError
 from .openai_request import ChatPrompt, Prompt
 
-#: Prompts of up to this many characters are tokenized on the event loop. This takes a millisecond or two; a thread would take
-#: longer to get to it.
+#: Prompts of up to this many characters are tokenized on the event loop. This takes a millisecond or two; a
+#: thread would take longer to get to it.
 SHORT_CHARS = 4096
-#: Characters that each message of a chat counts in addition to its text, because the template does work for it.
+#: Characters that each message of a chat counts in addition to its text, because the template does work for
+#: it.
 MESSAGE_CHARS = 64
 #: Most long prompts that are tokenized at a time, and most that wait for a thread.
 NUM_THREADS = 2
@@ -31,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class PromptReader:
-    """Tokenizes prompts. A long prompt is tokenized in a thread, so that it delays neither the event loop nor short ones.
+    """Tokenizes prompts.
+
+    A long prompt is tokenized in a thread, so that it delays neither the event loop nor short ones.
 
     Call `read` and `close` on one event loop only.
 
@@ -56,8 +59,8 @@ class PromptReader:
         """Encode a prompt. A chat is first turned into a text by the model's template.
 
         Raises:
-            ApiError: the prompt has a token id outside the vocabulary, is not valid Unicode, is refused by the model's chat
-                template, or is empty (400); or too many long prompts are waiting (503).
+            ApiError: the prompt has a token id outside the vocabulary, is not valid Unicode, is refused by
+                the model's chat template, or is empty (400); or too many long prompts are waiting (503).
         """
         if isinstance(prompt, tuple) or _num_chars(prompt) <= SHORT_CHARS:
             return self._token_ids(prompt)
@@ -81,7 +84,8 @@ class PromptReader:
     async def close(self) -> None:
         """Wait for the prompts that are being tokenized, and start no others.
 
-        If this takes longer than `SHUTDOWN_DEADLINE_S`, end the process, because a thread cannot be interrupted.
+        If this takes longer than `SHUTDOWN_DEADLINE_S`, end the process, because a thread cannot be
+        interrupted.
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         if running := [asyncio.wrap_future(job) for job in self._running]:

@@ -3,9 +3,10 @@
 Answers have these fields in addition to OpenAI's:
 
 - `kv_transfer_params` at the top level, as in vLLM.
-- `metrics` at the top level of a whole answer or of a choice's last chunk: how it was computed. Of a whole answer with
-  several choices, it is about the first one, which is the one that loads a KV cache.
-- `token_ids` in each choice, and `prompt_token_ids` in each of a whole answer, if the request says `return_token_ids`.
+- `metrics` at the top level of a whole answer or of a choice's last chunk: how it was computed. Of a whole
+  answer with several choices, it is about the first one, which is the one that loads a KV cache.
+- `token_ids` in each choice, and `prompt_token_ids` in each of a whole answer, if the request says
+  `return_token_ids`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from ...web.errors import ApiError
 from ..engine.types import Logprobs, RequestMetrics, RequestOutput
 
-#: How a connector's load of the request's KV cache ended. Routers count this header, so they need not parse the answer.
+#: How a connector's load of the request's KV cache ended. Routers count this header, so they need not parse
+#: the answer.
 TRANSFER_HEADER = "X-KV-Transfer"
 
 
@@ -33,7 +35,8 @@ class TokenNames:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # Some tokenizers write a token differently at the start of a text, so tokens are decoded after another one.
+        # Some tokenizers write a token differently at the start of a text, so tokens are decoded after
+        # another one.
         self._before = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
         self._num_before = len(self._decoded([]))
         self._names: dict[int, str] = {}
@@ -120,7 +123,8 @@ class Delta:
     """What a piece adds to an answer.
 
     Attributes:
-        scored: Tokens with their log probabilities, if the client asked for them: (token id, log probabilities).
+        scored: Tokens with their log probabilities, if the client asked for them: (token id, log
+            probabilities).
     """
 
     text: str

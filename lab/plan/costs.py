@@ -55,7 +55,9 @@ class Costs:
         return -(-num_tokens // self.chunk_tokens)
 
     def step_of_prompt_s(self, num_tokens: int, num_before: int) -> float:
-        """Return the seconds that a part of a prompt adds to a step, if `num_before` tokens of the prompt come before it."""
+        """Return the seconds that a part of a prompt adds to a step, if `num_before` tokens of the prompt
+        come before it.
+        """
         pairs = num_tokens * (num_before + num_tokens / 2)
         return num_tokens * self.prompt_token_s + pairs * self.context_s
 

@@ -29,8 +29,8 @@ class Turn:
     """One request.
 
     Attributes:
-        after: Time from the start of the load to the first turn; to later ones, from the end of the answer before. In seconds,
-            or in the unit of the load until it is paced.
+        after: Time from the start of the load to the first turn; to later ones, from the end of the answer
+            before. In seconds, or in the unit of the load until it is paced.
         pieces: What it appends to the conversation: keys and numbers of tokens. Equal keys have equal tokens.
         max_tokens: Length of its answer.
     """

@@ -233,7 +233,10 @@ def _as_json(
 
 
 def plot(found: Mapping[str, Sequence[Result]], share: float) -> str:
-    """Return an SVG: good requests per second by number of nodes, one line per way. A filled point keeps the limits."""
+    """Return an SVG: good requests per second by number of nodes, one line per way.
+
+    A filled point keeps the limits.
+    """
     width, height, left, top, inner_width, inner_height = 640, 360, 60, 40, 550, 260
     results = [each for own in found.values() for each in own]
     most = max(each.num_nodes for each in results)

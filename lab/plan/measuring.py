@@ -1,4 +1,7 @@
-"""Ask a node, or a pair, what their work costs. It takes a minute or two, and the nodes must have nothing else to do."""
+"""Ask a node, or a pair, what their work costs.
+
+It takes a minute or two, and the nodes must have nothing else to do.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +74,8 @@ async def measure(
 
     Args:
         urls: A node that computes and answers, and a node that loads from it.
-        costs: What cannot be measured from outside: `chunk_tokens` and `max_requests`. The costs of a handover, if there is
-            one node.
+        costs: What cannot be measured from outside: `chunk_tokens` and `max_requests`. The costs of a
+            handover, if there is one node.
 
     Raises:
         MeasuringError: A node cannot be reached, or does not hand over.
@@ -169,8 +172,8 @@ async def _measure_mixed(
                 await asyncio.sleep(0.002)
             computed_at = (await node.ask(number, 1)).times[0]
             for times in filter(None, running):
-                # The prompt's last step gave a token to each answer as well, and so did its other steps. An answer that began
-                # later or has ended was not in all of them.
+                # The prompt's last step gave a token to each answer as well, and so did its other steps. An
+                # answer that began later or has ended was not in all of them.
                 last = min(range(len(times)), key=lambda index: abs(times[index] - computed_at))
                 if num_steps <= last < MIXED_TOKENS - 1:
                     took.append(times[last] - times[last - num_steps])

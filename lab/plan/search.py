@@ -30,7 +30,8 @@ class Result:
         way: With the split, for a pair.
         share: Of the requests that keep both limits.
         goodput: Such requests per second.
-        ttfts, itls: Seconds, in ascending order: to each first token, and of each request on average between two.
+        ttfts, itls: Seconds, in ascending order: to each first token, and of each request on average between
+            two.
     """
 
     way: str
@@ -49,7 +50,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def simulate(
     way: WayName, num_nodes: int, arrivals: Sequence[Arrival], costs: Costs, limits: Limits
 ) -> Result:
-    """Simulate a load on `num_nodes` nodes used in one way. For a pair, return the result of the best split."""
+    """Simulate a load on `num_nodes` nodes used in one way.
+
+    For a pair, return the result of the best split.
+    """
     nodes = [costs] * num_nodes
     if way == "pair":
         runs = [
@@ -86,7 +90,8 @@ def _result(way: str, outcomes: Sequence[Outcome], num_nodes: int, limits: Limit
 
 
 def least_possible(arrivals: Sequence[Arrival], costs: Costs) -> int:
-    """Return a number of nodes below which the work takes longer than the load lasts, though each prompt is computed once.
+    """Return a number of nodes below which the work takes longer than the load lasts, though each prompt is
+    computed once.
 
     Queues grow all the time then, so trying fewer takes long and says nothing.
     """
@@ -109,8 +114,8 @@ def search(
 ) -> Iterator[Result]:
     """Yield the result of each number of nodes that is tried. More nodes are taken to be no worse.
 
-    The numbers double until one keeps the limits for that share of the requests. Between it and the one before it,
-    halves are tried.
+    The numbers double until one keeps the limits for that share of the requests. Between it and the one
+    before it, halves are tried.
     """
     low = 2 if way == "pair" else 1
     number = max(low, min(max_nodes, least_possible(arrivals, costs)))

@@ -1,12 +1,14 @@
 """A fleet of nodes in virtual time: what requests take, by where each one's prompt is computed and answered.
 
-A node works in steps, as vLLM and the reference engine do: in each one it computes a token of every answer and, with what is
-left of the step's tokens, chunks of the prompts that it has begun, the oldest first. A request waits until the node's pool has
-room for it, and no later one overtakes it. What has been computed or loaded stays in the prefix cache until its room is needed.
-A step's time is a sum of straight lines; see `Costs`. Ways to choose nodes differ only in what they know: balancers see
-requests in flight, and the router's `Fleet` sees what it sees in production, through the same calls.
+A node works in steps, as vLLM and the reference engine do: in each one it computes a token of every answer
+and, with what is left of the step's tokens, chunks of the prompts that it has begun, the oldest first. A
+request waits until the node's pool has room for it, and no later one overtakes it. What has been computed or
+loaded stays in the prefix cache until its room is needed. A step's time is a sum of straight lines; see
+`Costs`. Ways to choose nodes differ only in what they know: balancers see requests in flight, and the
+router's `Fleet` sees what it sees in production, through the same calls.
 
-Not simulated: preemption (a request reserves the room of its whole answer instead), failures, and the router's own time.
+Not simulated: preemption (a request reserves the room of its whole answer instead), failures, and the
+router's own time.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ class _Node:
 
 #: By the number of a request: the node that computes its prompt, and the one that answers.
 Chosen = dict[int, tuple[int, int]]
-#: (the request's number, nodes' requests in flight) → the node that computes the prompt, and the one that answers.
+#: (the request's number, nodes' requests in flight) → the node that computes the prompt, and the one that
+#: answers.
 Way = Callable[[int, Sequence[int]], tuple[int, int]]
 
 
@@ -298,7 +301,9 @@ def least_load(num_nodes: int) -> Way:
 
 
 def fixed_roles(num_prefill: int, num_decode: int) -> Way:
-    """Return a balancer over prefill nodes, and another one over decode nodes, which hand every prompt over."""
+    """Return a balancer over prefill nodes, and another one over decode nodes, which hand every
+    prompt over.
+    """
 
     def choose(number: int, in_flight: Sequence[int]) -> tuple[int, int]:
         first, total = range(num_prefill), num_prefill + num_decode

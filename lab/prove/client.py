@@ -1,4 +1,6 @@
-"""A client of one vLLM server: answers to token ids or to a text with an image, metrics, and the endpoints for developers."""
+"""A client of one vLLM server: answers to token ids or to a text with an image, metrics, and the endpoints
+for developers.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ class Asking:
 
     @property
     def likeliest(self) -> list[tuple[int, float]]:
-        """The two likeliest tokens at the answer's first place with their log probabilities, the likeliest first."""
+        """The two likeliest tokens at the answer's first place with their log probabilities, the likeliest
+        first.
+        """
         pairs = [
             (int(name.removeprefix("token_id:")), value) for name, value in (self._top or [{}])[0].items()
         ]
@@ -177,7 +181,10 @@ class Asking:
         self._reply = Reply(status, self._tokens, self._logprobs, is_whole, error, is_late, seconds, params)
 
     def _take(self, part: Mapping[str, Any]) -> tuple[str, str]:
-        """Keep the tokens of a part of the answer. Returns why it ended, and an error; empty if neither is there."""
+        """Keep the tokens of a part of the answer.
+
+        Returns why it ended, and an error; empty if neither is there.
+        """
         if "error" in part:
             return "", _message(json.dumps(part).encode())
         reason = ""
@@ -267,7 +274,9 @@ class Client:
         return list(found.values())
 
     def pool(self) -> tuple[int, int]:
-        """Return the number of blocks of the pool, and the tokens per block; 0 where the server does not tell."""
+        """Return the number of blocks of the pool, and the tokens per block; 0 where the server does not
+        tell.
+        """
         (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", self.get("/metrics"), re.MULTILINE) or [""]
         told = dict(re.findall(r'(\w+)="(\d+)"', labels))
         return int(told.get("num_gpu_blocks", 0)), int(told.get("block_size", 0))

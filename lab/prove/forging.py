@@ -33,7 +33,10 @@ def malformed(params: Any, chance: random.Random) -> tuple[Any, str]:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return all values that are not None, with the keys that lead to them. A list of numbers is one value."""
+    """Return all values that are not None, with the keys that lead to them.
+
+    A list of numbers is one value.
+    """
     if isinstance(value, dict):
         return [
             leaf

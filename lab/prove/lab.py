@@ -1,4 +1,6 @@
-"""The servers under test: a pair with the connector, a single server without one, and what can be done to them."""
+"""The servers under test: a pair with the connector, a single server without one, and what can be done to
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ SERVED_NAME: Final = "model"
 #: Tokens of a prompt under test: a few blocks, which a load moves in one piece.
 PROMPT_TOKENS: Final = 300
 ANSWER_TOKENS: Final = 8
-#: More images than the 255 blocks of the presets' encoder pool hold, one per block with the tiny model, and than a decode server
-#: remembers; and the tokens beside each.
+#: More images than the 255 blocks of the presets' encoder pool hold, one per block with the tiny model, and
+#: than a decode server remembers; and the tokens beside each.
 OTHER_IMAGES: Final = 260
 OTHER_IMAGE_TOKENS: Final = 30
 #: Seconds between two looks at a pool that has not come back.
@@ -136,10 +138,11 @@ class Server:
 
 
 def _take_names_of_memory(process: LaunchedProcess) -> None:
-    """Unlink the files in which vLLM's OffloadingConnector keeps its memory, as soon as a server has mapped them.
+    """Unlink the files in which vLLM's OffloadingConnector keeps its memory, as soon as a server has mapped
+    them.
 
-    vLLM unlinks them when its engine ends in good order. After `kill -9` they would stay in `/dev/shm`, with all of their
-    memory; without a name the kernel frees them with the last process.
+    vLLM unlinks them when its engine ends in good order. After `kill -9` they would stay in `/dev/shm`, with
+    all of their memory; without a name the kernel frees them with the last process.
     """
     for pid in process.pids:
         with contextlib.suppress(OSError):  # a process may end in between
@@ -181,7 +184,10 @@ class Lab:
 
     @property
     def stranger(self) -> Server:
-        """A prefill server whose model has other weights under the same name. It is started when it is first needed."""
+        """A prefill server whose model has other weights under the same name.
+
+        It is started when it is first needed.
+        """
         if self._stranger is None:
             if self.settings.urls:
                 raise NotApplicableError(
@@ -193,7 +199,9 @@ class Lab:
 
     @property
     def router(self) -> Client:
-        """A router in front of the pair: the user's, or `kvferry router`, which is started when a row needs it."""
+        """A router in front of the pair: the user's, or `kvferry router`, which is started when a row needs
+        it.
+        """
         url = self.settings.router_url
         if not url:
             if self.settings.connector.encodes or self.settings.connector.load:
@@ -214,7 +222,8 @@ class Lab:
     def end_router(self) -> None:
         """End our router, if it runs.
 
-        It sends requests of its own to learn what a server is, and with some connectors such a request ends the engine.
+        It sends requests of its own to learn what a server is, and with some connectors such a request ends
+        the engine.
         """
         if self._router is not None:
             self._router.stop()
@@ -252,7 +261,8 @@ class Lab:
         settings = self.settings
         command = [sys.executable, "-P", *VLLM_SERVE[1:]]
         if Path(model).is_dir():
-            # Some connectors compare the model's path. So servers with other weights know them by the same one.
+            # Some connectors compare the model's path. So servers with other weights know them by the same
+            # one.
             command = ["env", "-C", str(Path(model).absolute().parent), *command]
             model = Path(model).name
         arguments = list(ARGUMENTS)
@@ -359,7 +369,10 @@ class Lab:
         return judge(reply, self.expected(prompt, max_tokens), self._ask_alone, self.settings.tolerance)
 
     def judge_offer(self, reply: Reply, prompt: Sequence[int]) -> Verdict:
-        """Compare the reply of the prefill server, of one token, with the single server's. An encoder answers with no token."""
+        """Compare the reply of the prefill server, of one token, with the single server's.
+
+        An encoder answers with no token.
+        """
         if self.settings.connector.encodes and reply.is_whole:
             return Verdict(Outcome.RIGHT, seconds=round(reply.seconds, 3))
         return self.judge(reply, prompt, 1)
@@ -408,7 +421,10 @@ class Lab:
         *,
         salt: str = "",
     ) -> Verdict:
-        """Ask the decode server, and judge the answer. Nothing else may be in flight, because it says what was loaded."""
+        """Ask the decode server, and judge the answer.
+
+        Nothing else may be in flight, because it says what was loaded.
+        """
         client, metric = self.decode.client, LOADED_IMAGES if self.settings.connector.encodes else LOADED
         (before,) = client.metrics(metric)
         reply = client.start(prompt, max_tokens, request_id, params, salt=salt).reply()
@@ -428,7 +444,9 @@ class Lab:
         time.sleep(longest_s * self.chance.random() ** 3)
 
     def overwrite(self, server: Server) -> list[tuple[list[int], Reply]]:
-        """Use each block of a server's pool that is free for other prompts, and return these with their answers."""
+        """Use each block of a server's pool that is free for other prompts, and return these with their
+        answers.
+        """
         length = min(1024, self.pool_tokens // 3)
         num = -(-self.pool_tokens // length)
         if self.settings.connector.encodes:
@@ -442,8 +460,8 @@ class Lab:
     def wait_for_pool(self, server: Server, longest_s: float) -> float:
         """Wait until a server uses no block. Returns the share that it still uses at the end.
 
-        A server updates the figure when it computes something. So it is asked for a token before each look, and without an
-        image, because an encoder would offer it.
+        A server updates the figure when it computes something. So it is asked for a token before each look,
+        and without an image, because an encoder would offer it.
         """
         until = time.monotonic() + longest_s
         client = server.client.without_image()
@@ -464,7 +482,8 @@ class Lab:
         until = time.monotonic() + longest_s
         while True:
             control = self.hand_over(self.prompt())
-            # A connector may need a while until it talks to a server again. But wrong tokens are never in order.
+            # A connector may need a while until it talks to a server again. But wrong tokens are never in
+            # order.
             if control.outcome in (Outcome.RIGHT, Outcome.WRONG) or time.monotonic() > until:
                 break
             time.sleep(POLL_S)

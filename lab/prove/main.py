@@ -190,7 +190,9 @@ def _settings(
 
 
 def command(program: str, arguments: argparse.Namespace) -> str:
-    """Return the command that repeats what these options ask for, without `--only` and what says how often."""
+    """Return the command that repeats what these options ask for, without `--only` and what says how
+    often.
+    """
     words = program.split()
     left_out = {
         "only",

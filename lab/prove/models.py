@@ -1,4 +1,6 @@
-"""The models of the servers: tiny random ones, and a copy of any model with other weights under the same name."""
+"""The models of the servers: tiny random ones, and a copy of any model with other weights under the same
+name.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ _CONFIG: Final[Mapping[str, object]] = {
     "bos_token_id": None,
     "eos_token_id": 256,
 }
-#: So large that every token of a prompt changes the answer. With a usual deviation a wrong cache could go unnoticed.
+#: So large that every token of a prompt changes the answer. With a usual deviation a wrong cache could go
+#: unnoticed.
 _DEVIATION: Final = 0.3
 _EOS: Final = "<eos>"
 #: The token that stands for an image in a prompt for the tiny image model.
@@ -108,7 +111,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_tiny_image_model(folder: Path) -> Path:
-    """Write a random Idefics3 model in float32: images of 32 x 32 pixels, each four vectors among the prompt's."""
+    """Write a random Idefics3 model in float32: images of 32 x 32 pixels, each four vectors among the
+    prompt's.
+    """
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, set_seed
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -153,8 +158,8 @@ def write_tiny_image_model(folder: Path) -> Path:
 def write_other_weights(model: Path, folder: Path, *, is_encoder: bool = False) -> Path:
     """Write a model that differs from another one in a single tensor only, and link its other files.
 
-    The values of a tensor that the cache depends on are the same ones, in the opposite order. So the file has the same size,
-    and no value is unusual.
+    The values of a tensor that the cache depends on are the same ones, in the opposite order. So the file has
+    the same size, and no value is unusual.
 
     Args:
         is_encoder: The tensor is one of those that images are computed with.

@@ -64,7 +64,8 @@ class Verdict:
 
     Attributes:
         why: One line about an outcome other than right.
-        loaded: Whether the decode server used a cache that it had not computed; None if that was not looked at.
+        loaded: Whether the decode server used a cache that it had not computed; None if that was not looked
+            at.
         near_ties: Tokens that differ, but were nearly as likely as the single server's.
     """
 
@@ -87,7 +88,8 @@ class Expected:
 def judge(reply: Reply, expected: Expected, ask_alone: AskAlone, tolerance: float) -> Verdict:
     """Return the verdict on a reply.
 
-    The tokens that a client got before an error are judged as well: they must be a beginning of the right answer.
+    The tokens that a client got before an error are judged as well: they must be a beginning of the right
+    answer.
 
     Args:
         ask_alone: Called where the two answers differ.

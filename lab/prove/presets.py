@@ -1,4 +1,7 @@
-"""Connectors by name: their `kv_transfer_config` for each side, and what the kit must know to try them. This module is pure."""
+"""Connectors by name: their `kv_transfer_config` for each side, and what the kit must know to try them.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ SIDES: Final = ("prefill", "decode", "stranger")
 #: The servers that the options name. `alone` has no connector.
 SERVERS: Final = ("prefill", "decode", "alone")
 
-#: In a configuration of the user these are replaced by the name of the side, a port that it keeps, and a folder that all share.
+#: In a configuration of the user these are replaced by the name of the side, a port that it keeps, and a
+#: folder that all share.
 PLACEHOLDERS: Final = ("{side}", "{port}", "{folder}")
 #: Placeholder, without braces → what takes its place on one side.
 Places = Mapping[str, str | int]
 
 
-#: What a prefill server is asked for, beside what the client wants: the keys of vLLM's own examples of a proxy.
+#: What a prefill server is asked for, beside what the client wants: the keys of vLLM's own examples of a
+#: proxy.
 OFFER: Final[Mapping[str, Any]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -36,8 +41,8 @@ class Beside:
     """A server of the connector's own that all sides use.
 
     Attributes:
-        command: Its arguments after the interpreter, with `{port}` and `{http_port}`. In a configuration its `{port}` is
-            `{beside_port}`.
+        command: Its arguments after the interpreter, with `{port}` and `{http_port}`. In a configuration its
+            `{port}` is `{beside_port}`.
         ready_path: It is ready as soon as it answers this path with 200.
     """
 
@@ -51,16 +56,18 @@ class Connector:
 
     Attributes:
         transfer: vLLM's `kv_transfer_config`, or `ec_transfer_config` if it `encodes`, with `PLACEHOLDERS`.
-        takes_params: Whether the decode server needs `kv_transfer_params`. If not, it finds the cache by the prompt.
+        takes_params: Whether the decode server needs `kv_transfer_params`. If not, it finds the cache by the
+            prompt.
         offer: What the prefill server is asked for, with `{request_id}`.
-        load: What the decode server is asked with, with `{request_id}` and `{prefill_port}`, the prefill server's `{port}`. Empty:
-            what the prefill server answered.
+        load: What the decode server is asked with, with `{request_id}` and `{prefill_port}`, the prefill
+            server's `{port}`. Empty: what the prefill server answered.
         lease_s: After so many seconds the prefill server must have given up blocks that no server fetched.
         environment: Variables for the servers, with `PLACEHOLDERS`.
         needs: A module that the servers must be able to import.
         beside: Is started before the servers, and no fault touches it.
-        encodes: It hands over what an encoder computed from an image. Then the prefill server is an encoder and computes no
-            answer, each prompt has an image of its own, and the decode server computes the prompt.
+        encodes: It hands over what an encoder computed from an image. Then the prefill server is an encoder
+            and computes no answer, each prompt has an image of its own, and the decode server computes the
+            prompt.
         about: What it is, in one line.
     """
 
@@ -108,7 +115,8 @@ def with_places(value: Any, places: Places) -> Any:
     return value
 
 
-#: Short, because the kit waits until they are over. With the defaults every row works as well, and takes longer.
+#: Short, because the kit waits until they are over. With the defaults every row works as well, and takes
+#: longer.
 _LEASE_S: Final = 3
 _KVFERRY_TIMES: Final = {"lease_s": _LEASE_S, "connect_timeout_s": 2, "claim_timeout_s": 2}
 #: NixlConnector renews leases every sixth of their time, in whole seconds.
@@ -292,7 +300,8 @@ def connector_of(preset: str, transfer: str, lease_s: float | None, takes_params
 
     Args:
         preset: A name of `PRESETS`; not used if `transfer` is given.
-        transfer: A `kv_transfer_config` or `ec_transfer_config` as JSON, or a file that holds one after `@`; empty: the preset.
+        transfer: A `kv_transfer_config` or `ec_transfer_config` as JSON, or a file that holds one after `@`;
+            empty: the preset.
         lease_s: Instead of the preset's.
         takes_params: Instead of the preset's.
 

@@ -1,4 +1,7 @@
-"""The runs of every cell, in a JSON file that later calls extend, and their tables. This module is pure but for the file."""
+"""The runs of every cell, in a JSON file that later calls extend, and their tables.
+
+This module is pure but for the file.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ class Target:
 
     @property
     def bad(self) -> list[tuple[str, str, Outcome, int, str]]:
-        """Cells with a run that no fault excuses: row, stage, outcome, number of such runs, why of the first."""
+        """Cells with a run that no fault excuses: row, stage, outcome, number of such runs, why of
+        the first.
+        """
         found = []
         for row, cells in self.cells.items():
             for stage, verdicts in cells.items():

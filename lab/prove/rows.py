@@ -123,12 +123,15 @@ class _Flight:
 
 
 def _take_off(lab: Lab, stages: Collection[str]) -> tuple[_Flight, dict[str, tuple[list[int], str, Any]]]:
-    """Bring one request to each stage, at the latest at the same moment. Returns also the offers that nothing has asked for."""
+    """Bring one request to each stage, at the latest at the same moment.
+
+    Returns also the offers that nothing has asked for.
+    """
     wanted = [stage for stage in ("answering", "loading", "offered", "restarted") if stage in stages]
     prompts = {stage: lab.prompt() for stage in wanted}
     long_prompt = lab.prompt(LONG_PROMPT)
-    # The single server shares the machine. So it answers before the first offer, whose lease would otherwise run meanwhile,
-    # and not at the moment of the fault.
+    # The single server shares the machine. So it answers before the first offer, whose lease would otherwise
+    # run meanwhile, and not at the moment of the fault.
     for stage, prompt in prompts.items():
         lab.expected(prompt, LONG_ANSWER if stage == "answering" else ANSWER_TOKENS)
     if "computing" in stages:
@@ -191,7 +194,8 @@ def _freeze_prefill(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collec
             _ask_offered(lab, flight, offers)
             until = time.monotonic() + seconds_of(lab)
             if "bystanders" in stages:
-                # They take the blocks that a failed load has given back. Bytes that arrive late would hit them.
+                # They take the blocks that a failed load has given back. Bytes that arrive late would hit
+                # them.
                 time.sleep(max(0.0, until - time.monotonic() - 0.5))
                 prompt = lab.prompt()
                 lab.expected(prompt, LONG_ANSWER)
@@ -213,7 +217,8 @@ def _freeze_decode(seconds_of: Callable[[Lab], float]) -> Callable[[Lab, Collect
         try:
             until = time.monotonic() + seconds_of(lab)
             if "bystanders" in stages:
-                # The lease ends meanwhile, and other prompts take the blocks that the frozen server was reading.
+                # The lease ends meanwhile, and other prompts take the blocks that the frozen server was
+                # reading.
                 time.sleep(max(0.0, until - time.monotonic() - 1.0))
                 others = lab.overwrite(lab.prefill)
             time.sleep(max(0.0, until - time.monotonic()))
@@ -343,7 +348,9 @@ def _other_weights(lab: Lab, stages: Collection[str]) -> Verdicts:
 
 
 def _weights_in_memory(lab: Lab, stages: Collection[str]) -> Verdicts:
-    """Load other weights into the running prefill server, as a training loop does, and the right ones again later."""
+    """Load other weights into the running prefill server, as a training loop does, and the right ones again
+    later.
+    """
     found = {}
     try:
         _reload(lab.prefill, str(lab.other_model))

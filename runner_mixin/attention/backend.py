@@ -1,4 +1,6 @@
-"""The interface of attention backends: a cache shape, its order in memory, and attention over a paged cache."""
+"""The interface of attention backends: a cache shape, its order in memory, and attention over a paged
+cache.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ class LookBack:
 
     Attributes:
         sliding_window: Number of tokens that a token sees, including itself; None: all.
-        attention_chunk_size: A token sees no further back than the start of its aligned chunk of this many tokens; None: no
-            chunks.
+        attention_chunk_size: A token sees no further back than the start of its aligned chunk of this many
+            tokens; None: no chunks.
     """
 
     sliding_window: int | None = None
@@ -106,8 +108,8 @@ class MetadataBuilder(ABC):
 class AttentionBackend(ABC):
     """Attention over a paged cache. The classes themselves are used; they are never instantiated.
 
-    A cache has a *logical* shape, which is the same for every layout, and a *physical* one, which is its order in memory.
-    Axis 0 of the logical shape is blocks.
+    A cache has a *logical* shape, which is the same for every layout, and a *physical* one, which is its
+    order in memory. Axis 0 of the logical shape is blocks.
     """
 
     @staticmethod
@@ -137,7 +139,8 @@ class AttentionBackend(ABC):
         """Return the order in memory: axis `i` of the physical shape is axis `order[i]` of the logical one.
 
         Args:
-            include_num_layers_dimension: Whether the logical shape is that of all layers, `(num_layers, *shape)`.
+            include_num_layers_dimension: Whether the logical shape is that of all layers, `(num_layers,
+                *shape)`.
 
         Raises:
             NotImplementedError: this backend has no layout with a layers dimension.

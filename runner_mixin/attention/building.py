@@ -26,7 +26,8 @@ def build_attn_metadata(
     Args:
         metadata_builders: As `init_attn_backend` made them.
         batch: The step's requests.
-        block_tables: Per KV cache group, `(num_reqs, max_blocks)` int32 on the device: the manager's block ids.
+        block_tables: Per KV cache group, `(num_reqs, max_blocks)` int32 on the device: the manager's block
+            ids.
         slot_mappings: Per KV cache group, `(num_tokens,)` int64 on the device.
 
     Returns:

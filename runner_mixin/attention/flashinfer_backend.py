@@ -1,9 +1,10 @@
 """FlashInfer's paged attention, available if its package is installed and the cache is on CUDA.
 
-Written against FlashInfer's documented API (0.2 and later): `BatchPrefillWithPagedKVCacheWrapper` for steps with
-prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. The arguments are tested against a stand-in that
-gives each its documented meaning, and the results with the real package on a GPU (`tests/gpu/test_attention_backends.py`;
-docs/cuda.md says what has run). FlashInfer compiles a kernel for each kind of step and of layer when it first runs.
+Written against FlashInfer's documented API (0.2 and later): `BatchPrefillWithPagedKVCacheWrapper` for steps
+with prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. The arguments are tested
+against a stand-in that gives each its documented meaning, and the results with the real package on a GPU
+(`tests/gpu/test_attention_backends.py`; docs/cuda.md says what has run). FlashInfer compiles a kernel for
+each kind of step and of layer when it first runs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         return FlashInferMetadata(common, PageList.of(common, self.kernel_block_size), self)
 
     def wrapper(self, decode: bool, params: AttentionParams) -> Any:
-        """Return the wrapper for layers with these parameters, for steps of single tokens or for steps with prompts."""
+        """Return the wrapper for layers with these parameters, for steps of single tokens or for steps with
+        prompts.
+        """
         wrapper = self._wrappers.get((decode, params))
         if wrapper is None:
             flashinfer = importlib.import_module("flashinfer")
@@ -129,7 +132,10 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 class FlashInferBackend(AttentionBackend):
-    """FlashInfer on CUDA. The cache has the shape of the torch backend's: `(num_blocks, 2, block_size, num_kv_heads, head_size)`."""
+    """FlashInfer on CUDA.
+
+    The cache has the shape of the torch backend's: `(num_blocks, 2, block_size, num_kv_heads, head_size)`.
+    """
 
     @staticmethod
     def get_name() -> str:

@@ -17,9 +17,11 @@ class StepBatch:
     """The requests of one step; the same for every group.
 
     Attributes:
-        query_start_loc: `(num_reqs + 1,)` int32, on the device: where each request's tokens begin, and the end of the last.
+        query_start_loc: `(num_reqs + 1,)` int32, on the device: where each request's tokens begin, and the
+            end of the last.
         query_start_loc_cpu: The same on the CPU.
-        seq_lens: `(num_reqs,)` int32, on the device: tokens computed before this step plus those of this step.
+        seq_lens: `(num_reqs,)` int32, on the device: tokens computed before this step plus those of this
+            step.
         seq_lens_cpu: The same on the CPU.
         num_computed_tokens_cpu: `(num_reqs,)` int32, on the CPU: tokens computed before this step.
         num_reqs: Number of requests.

@@ -1,12 +1,14 @@
 """Attention over a paged cache in plain torch, for any device.
 
-A step's requests are divided into *tiles*. Each tile takes one gather and one call of torch's attention. Requests with one
-new token share a tile with others of similar length, so that padding at most doubles the work. A request with several new
-tokens is a tile of its own. A tile gathers only blocks that its tokens can see.
+A step's requests are divided into *tiles*. Each tile takes one gather and one call of torch's attention.
+Requests with one new token share a tile with others of similar length, so that padding at most doubles the
+work. A request with several new tokens is a tile of its own. A tile gathers only blocks that its tokens can
+see.
 
-Which tokens see which depends on the batch and on how far the layer looks back. So tiles are made once per step, and layers
-that look back alike share them. A request's result does not depend on the other requests of its step. It does not depend on
-how its prompt was divided into steps either, except for the rounding of torch's matrix products.
+Which tokens see which depends on the batch and on how far the layer looks back. So tiles are made once per
+step, and layers that look back alike share them. A request's result does not depend on the other requests of
+its step. It does not depend on how its prompt was divided into steps either, except for the rounding of
+torch's matrix products.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Tile:
         num_reqs: Number of requests.
         block_ids: `(num_reqs * num_blocks,)` int64: the kernel blocks to gather; padded with the null block.
         visible: `(num_reqs, 1, query_len, num_slots)` bool, `num_slots = num_blocks * block_size`.
-        padding: Two `(num_padding,)` int64: request and slot of the gathered slots that hold no token of the request.
+        padding: Two `(num_padding,)` int64: request and slot of the gathered slots that hold no token of the
+            request.
     """
 
     tokens: torch.Tensor
@@ -91,7 +94,10 @@ def _first_visible(num_computed_tokens: npt.NDArray[np.int32], look_back: LookBa
 
 
 def _tile_requests(query_lens: npt.NDArray[np.int32], num_blocks: Int64Array) -> list[Int64Array]:
-    """Choose the requests of each tile. Those with one token are grouped by their number of blocks, in powers of two."""
+    """Choose the requests of each tile.
+
+    Those with one token are grouped by their number of blocks, in powers of two.
+    """
     single = np.flatnonzero(query_lens == 1)
     sizes = np.ceil(np.log2(num_blocks[single]))
     decodes = [single[sizes == size] for size in np.unique(sizes)]
@@ -135,7 +141,9 @@ def _make_tile(
 def _block_ids(
     block_table: torch.Tensor, requests: Int64Array, first_block: Int64Array, num_blocks: Int64Array
 ) -> torch.Tensor:
-    """Select `num_blocks` entries of each request's row, starting at `first_block`; pad to the longest with block 0."""
+    """Select `num_blocks` entries of each request's row, starting at `first_block`; pad to the longest with
+    block 0.
+    """
     index = np.arange(num_blocks.max())
     is_padding = index >= num_blocks[:, None]
     # Padding may lie past the end of the table.
@@ -174,7 +182,8 @@ def attend_tile(
     """
     key = _gather(kv_cache[:, 0], tile).to(query.dtype)
     value = _gather(kv_cache[:, 1], tile).to(query.dtype)
-    # Query heads of one group share keys. They become rows of the query, or keys are broadcast; keys are never copied.
+    # Query heads of one group share keys. They become rows of the query, or keys are broadcast; keys are
+    # never copied.
     rows = query.reshape(tile.num_reqs, -1, params.num_kv_heads, _group_size(params), params.head_size)
     if rows.shape[1] == 1:
         out = _attention(rows[:, 0], key, value, tile.visible, params)

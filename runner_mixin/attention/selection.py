@@ -49,8 +49,8 @@ def select_attention_backend(
 
     Raises:
         ConfigurationError: no backend has this name, or its class cannot be loaded.
-        BackendUnavailableError: the backend cannot compute in `dtype` on `device`, or has another page order; the
-            message says why.
+        BackendUnavailableError: the backend cannot compute in `dtype` on `device`, or has another page order;
+            the message says why.
     """
     if name == "auto":
         return _first_available(device, dtype, kv_cache_layout)

@@ -42,8 +42,9 @@ class TorchMetadataBuilder(MetadataBuilder):
 class TorchAttentionBackend(AttentionBackend):
     """Paged attention in plain torch, on any device.
 
-    The logical cache is `(num_blocks, 2, block_size, num_kv_heads, head_size)`, keys then values. For one layer this
-    is also the order in memory. For all layers blocks come first, so that a block of all layers is one run of bytes.
+    The logical cache is `(num_blocks, 2, block_size, num_kv_heads, head_size)`, keys then values. For one
+    layer this is also the order in memory. For all layers blocks come first, so that a block of all layers is
+    one run of bytes.
     """
 
     @staticmethod
@@ -88,7 +89,9 @@ class TorchAttentionBackend(AttentionBackend):
 
 
 class TorchHeadsFirstBackend(TorchAttentionBackend):
-    """The torch backend with page order HND: each head's tokens are adjacent in memory, `(…, num_kv_heads, block_size, head_size)`."""
+    """The torch backend with page order HND: each head's tokens are adjacent in memory, `(…, num_kv_heads,
+    block_size, head_size)`.
+    """
 
     @staticmethod
     def get_name() -> str:

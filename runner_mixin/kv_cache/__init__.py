@@ -1,7 +1,9 @@
-"""The block manager of a scheduler: block hashes, free queue, block pool, block tables, groups and memory checks.
+"""The block manager of a scheduler: block hashes, free queue, block pool, block tables, groups and memory
+checks.
 
-These are engine parts beside the seam; the seam does not need them. Nothing else in `runner_mixin` imports them, and they do
-not read the process's connector. An engine without a block manager of its own can use them, as `examples/engine` does.
+These are engine parts beside the seam; the seam does not need them. Nothing else in `runner_mixin` imports
+them, and they do not read the process's connector. An engine without a block manager of its own can use them,
+as `examples/engine` does.
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ BlockHash = NewType("BlockHash", bytes)
 """Hash of a full block's tokens and extra keys, and of all blocks before it."""
 
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
-"""A block hash followed by the group's id in 4 bytes, because each group caches the same tokens in its own blocks."""
+"""A block hash followed by the group's id in 4 bytes.
+
+Each group caches the same tokens in its own blocks.
+"""
 
 HashFunction = Callable[[object], bytes]
 """Maps a value made of None, bool, int, float, str, bytes and sequences of these to its hash."""
@@ -48,8 +51,9 @@ _none_hash = BlockHash(secrets.token_bytes(32))
 def init_none_hash(hash_fn: HashFunction, seed: str) -> None:
     """Set the parent of every first block, and with it all hashes from now on, from a seed.
 
-    Processes that use the same hash function and seed agree on every hash. Call this before the first block is hashed.
-    Without a call, or with an empty seed, the parent is random and no other process can guess a hash.
+    Processes that use the same hash function and seed agree on every hash. Call this before the first block
+    is hashed. Without a call, or with an empty seed, the parent is random and no other process can guess a
+    hash.
     """
     global _none_hash
     if seed:
@@ -132,12 +136,13 @@ def generate_block_hash_extra_keys(
 ) -> tuple[ExtraKeys | None, int]:
     """Return what the block of tokens `[start_token_idx, end_token_idx)` depends on besides token ids.
 
-    Every key begins with its kind, so that an adapter and a salt of the same name differ. An item's key contains its
-    offset from the block's first token, which is negative if the item began before; so two blocks within one item differ.
+    Every key begins with its kind, so that an adapter and a salt of the same name differ. An item's key
+    contains its offset from the block's first token, which is negative if the item began before; so two
+    blocks within one item differ.
 
     Args:
-        start_mm_idx: The first item that may reach into the block. A negative value counts from the last, so -1 is
-            right for a block after the prompt.
+        start_mm_idx: The first item that may reach into the block. A negative value counts from the last, so
+            -1 is right for a block after the prompt.
 
     Returns:
         `(keys, mm_idx)`: the keys, or None if there are none; and `start_mm_idx` for the next block.
@@ -187,7 +192,8 @@ def hash_block_tokens(
     """Hash a full block.
 
     Args:
-        parent_block_hash: Hash of the block before it; None for the first block, whose parent is `none_hash()`.
+        parent_block_hash: Hash of the block before it; None for the first block, whose parent is
+            `none_hash()`.
         curr_block_token_ids: `(block_size,)` token ids of the block.
         extra_keys: What else the block's contents depend on; see `generate_block_hash_extra_keys`.
     """
@@ -200,8 +206,8 @@ def get_request_block_hasher(
 ) -> Callable[[HashableRequest], list[BlockHash]]:
     """Make the function that hashes those full blocks of a request that have no hash yet.
 
-    The function returns the new hashes, and the engine appends them to `request.block_hashes`. Call it when the
-    request arrives, and again as tokens are appended. Its cost depends only on the number of new tokens.
+    The function returns the new hashes, and the engine appends them to `request.block_hashes`. Call it when
+    the request arrives, and again as tokens are appended. Its cost depends only on the number of new tokens.
 
     Raises:
         ValueError: `block_size` is not positive.

@@ -1,4 +1,6 @@
-"""The blocks of a node: how many holders each has, which contents are cached, and which block is taken next."""
+"""The blocks of a node: how many holders each has, which contents are cached, and which block is
+taken next.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from .free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 class BlockPool:
     """Reference-counted blocks, and the prefix cache over them.
 
-    A block is either *held* (by block tables and transfers) or *free*. A free block whose contents are cached keeps them
-    until it is taken for something else. Free blocks without cached contents are taken first, starting with the last freed;
-    then the cached ones, least recently used first. The null block is neither held nor free, and every method skips it.
+    A block is either *held* (by block tables and transfers) or *free*. A free block whose contents are cached
+    keeps them until it is taken for something else. Free blocks without cached contents are taken first,
+    starting with the last freed; then the cached ones, least recently used first. The null block is neither
+    held nor free, and every method skips it.
 
     Args:
         num_blocks: Number of blocks in the pool, including the null block.
@@ -80,8 +83,9 @@ class BlockPool:
         A free block with cached contents is taken after all others, and one without before all others.
 
         Args:
-            ordered_blocks: The end of a table first. Blocks with cached contents are later taken in this order, because a
-                block is of no use to the prefix cache without those before it. The others are taken in the opposite order.
+            ordered_blocks: The end of a table first. Blocks with cached contents are later taken in this
+                order, because a block is of no use to the prefix cache without those before it. The others
+                are taken in the opposite order.
 
         Raises:
             KVTransferStateError: a block has no holders other than transfers. Those before it were freed.
@@ -94,7 +98,8 @@ class BlockPool:
                 else:
                     self._free.append(block)
         finally:
-            # Put them back in the order of their table, so that one run of memory stays one run for the next request.
+            # Put them back in the order of their table, so that one run of memory stays one run for the next
+            # request.
             self._free.prepend_n(uncached[::-1])
 
     def _let_go(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
@@ -112,7 +117,10 @@ class BlockPool:
                 yield block
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold each block for a transfer. It is not reused until `unpin`, but the prefix cache can still find and share it."""
+        """Hold each block for a transfer.
+
+        It is not reused until `unpin`, but the prefix cache can still find and share it.
+        """
         for block in blocks:
             self.touch((block,))
             block.pin_cnt += not block.is_null
@@ -126,7 +134,9 @@ class BlockPool:
         self.free_blocks(self._unpinned(ordered_blocks))
 
     def _unpinned(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
-        """Remove a pin from each block in turn and yield the block; the caller removes the holder that the pin was."""
+        """Remove a pin from each block in turn and yield the block; the caller removes the holder that the
+        pin was.
+        """
         for block in blocks:
             if block.is_null:
                 continue
@@ -145,11 +155,13 @@ class BlockPool:
         Of two blocks with equal contents, the first stays in the cache and the other remains uncached.
 
         Args:
-            blocks: `(num_blocks,)` full blocks of one group, whose contents are in place; null blocks are skipped.
+            blocks: `(num_blocks,)` full blocks of one group, whose contents are in place; null blocks are
+                skipped.
             block_hashes: `(num_blocks,)` hashes of these blocks.
 
         Raises:
-            KVTransferStateError: a block is cached with other contents, or has no holder. Those before it are cached.
+            KVTransferStateError: a block is cached with other contents, or has no holder. Those before it are
+                cached.
             ValueError: the lengths differ.
         """
         if not self.enable_caching:
@@ -171,7 +183,10 @@ class BlockPool:
                     self.changes.append((True, key))
 
     def get_cached_block(self, block_hash: BlockHash, group_ids: Iterable[int]) -> list[KVCacheBlock] | None:
-        """Return the blocks with these contents, one per group, or None if a group has none. Adds no holder."""
+        """Return the blocks with these contents, one per group, or None if a group has none.
+
+        Adds no holder.
+        """
         found: list[KVCacheBlock] = []
         for group_id in group_ids:
             block = self._cached.get(make_block_hash_with_group_id(block_hash, group_id))

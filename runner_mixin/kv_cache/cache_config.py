@@ -33,16 +33,16 @@ def get_kv_cache_config(
 ) -> KVCacheConfig:
     """Plan the pool: groups, tensors, and as many blocks as the memory holds.
 
-    A model that keeps no cache has one block, the null block, and no tensor. One group has one tensor per layer.
-    Several groups share tensors: the i-th tensor is used by the i-th layer of each group.
+    A model that keeps no cache has one block, the null block, and no tensor. One group has one tensor per
+    layer. Several groups share tensors: the i-th tensor is used by the i-th layer of each group.
 
     Args:
         kv_cache_spec: Layer name → its spec.
         available_memory: Bytes for the pool.
 
     Raises:
-        ValueError: the layers cannot share a pool (see `get_kv_cache_groups`), or the memory is too small for the
-            null block and one more.
+        ValueError: the layers cannot share a pool (see `get_kv_cache_groups`), or the memory is too small for
+            the null block and one more.
     """
     groups = get_kv_cache_groups(config, kv_cache_spec)
     if not groups:
@@ -65,7 +65,8 @@ def get_kv_cache_config(
 
 
 def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
-    """Make the pools of all ranks fit one scheduler: groups in the first rank's order, and the smallest block count.
+    """Make the pools of all ranks fit one scheduler: groups in the first rank's order, and the smallest block
+    count.
 
     Ranks may have different layers, as in a pipeline, but they have the same block tables.
 
@@ -94,7 +95,8 @@ def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> list[KV
 
 
 def get_max_concurrency_for_kv_cache_config(config: EngineConfig, kv_cache_config: KVCacheConfig) -> float:
-    """Return how many requests of maximum length the pool holds at once; infinite for a model that keeps no cache.
+    """Return how many requests of maximum length the pool holds at once; infinite for a model that keeps no
+    cache.
 
     The null block does not count.
     """

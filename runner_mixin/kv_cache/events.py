@@ -10,7 +10,10 @@ from .kv_cache_manager import KVCacheManager
 
 
 class CacheEvents:
-    """The events of a manager's prefix cache since they were taken last. From now on the manager records its changes."""
+    """The events of a manager's prefix cache since they were taken last.
+
+    From now on the manager records its changes.
+    """
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._block_size = manager.block_size

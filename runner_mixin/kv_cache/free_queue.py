@@ -18,7 +18,8 @@ class KVCacheBlock:
         ref_cnt: Number of holders: block tables of requests, and transfers.
         pin_cnt: Number of holders that are transfers.
         block_hash: The block's key in the prefix cache; None while it is not cached.
-        is_null: Whether this is block 0, which stands for "no block" and is never held, cached or transferred.
+        is_null: Whether this is block 0, which stands for "no block" and is never held, cached or
+            transferred.
     """
 
     block_id: int
@@ -33,8 +34,8 @@ class KVCacheBlock:
 class FreeKVCacheBlockQueue:
     """Free blocks in the order in which they are taken.
 
-    A doubly linked list through the blocks themselves, between a sentinel head and a sentinel tail. Each operation is
-    O(1) per block, at any position, and allocates only the list that it returns.
+    A doubly linked list through the blocks themselves, between a sentinel head and a sentinel tail. Each
+    operation is O(1) per block, at any position, and allocates only the list that it returns.
 
     Args:
         blocks: The blocks that are free at first, in order.

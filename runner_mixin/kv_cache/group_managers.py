@@ -23,7 +23,9 @@ IsUsable = Callable[[int], bool]
 
 
 class GroupManager:
-    """The block tables of one group. Index `i` of a table holds tokens `[i * block_size, (i + 1) * block_size)`.
+    """The block tables of one group.
+
+    Index `i` of a table holds tokens `[i * block_size, (i + 1) * block_size)`.
 
     The table has the null block where no query can look any more.
 
@@ -44,7 +46,10 @@ class GroupManager:
     # -- how the group's layers look back ------------------------------------------------------------
 
     def first_visible_token(self, position: int) -> int:
-        """Return the oldest token that a query at `position` or later looks at. It never decreases as `position` grows."""
+        """Return the oldest token that a query at `position` or later looks at.
+
+        It never decreases as `position` grows.
+        """
         return self._spec.first_visible_token(position)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -60,8 +65,8 @@ class GroupManager:
         while start > self._first_visible_block(end * self.block_size):
             start -= 1
             if not is_usable(start):
-                # For a shorter prefix, the first visible block is the same or earlier. So no prefix that contains this
-                # block is usable, and the search continues with the prefix that ends before it.
+                # For a shorter prefix, the first visible block is the same or earlier. So no prefix that
+                # contains this block is usable, and the search continues with the prefix that ends before it.
                 end = start
         return end
 
@@ -90,7 +95,9 @@ class GroupManager:
         return revived + max(0, self.num_blocks_for(num_tokens) - present)
 
     def adopt(self, request_id: str, hit: Sequence[KVCacheBlock], position: int) -> None:
-        """Start the table of a request with prefix cache hits, and hold those that are visible from `position` on."""
+        """Start the table of a request with prefix cache hits, and hold those that are visible from
+        `position` on.
+        """
         first_visible = min(self._first_visible_block(position), len(hit))
         visible = hit[first_visible:]
         self._pool.touch(visible)
@@ -100,8 +107,8 @@ class GroupManager:
     def extend(self, request_id: str, num_tokens: int, position: int) -> list[KVCacheBlock]:
         """Extend the table to `num_tokens` tokens and return the added blocks.
 
-        Blocks that are not visible from `position` on are null, because a load from another node may begin in the middle of
-        the sequence.
+        Blocks that are not visible from `position` on are null, because a load from another node may begin in
+        the middle of the sequence.
         """
         table = self._tables[request_id]
         num_added = max(0, self.num_blocks_for(num_tokens) - len(table))

@@ -85,8 +85,8 @@ def get_kv_cache_groups(config: EngineConfig, kv_cache_spec: LayerSpecs) -> tupl
 
     - If all layers have the same spec, there is one group.
     - If all look back alike but their page sizes differ, there is one group with a composite spec.
-    - If they look back in several ways and all page sizes are equal, there are several groups with nearly the same number
-      of layers, so that the i-th layers of all groups can share a piece of the pool.
+    - If they look back in several ways and all page sizes are equal, there are several groups with nearly the
+      same number of layers, so that the i-th layers of all groups can share a piece of the pool.
 
     Raises:
         ValueError: layers look back in several ways and their page sizes differ, or the hybrid manager is off
@@ -157,10 +157,10 @@ def _as_full_attention(spec: KVCacheSpec) -> KVCacheSpec:
 def _equal_groups(kv_cache_spec: LayerSpecs) -> list[list[str]]:
     """Divide layers into groups by spec, all of nearly the same number of layers.
 
-    A group's missing layers are padding: their share of every block is never used. The spec with the fewest layers sets
-    the group size, because models repeat a pattern, such as five layers with a window and one without. If all specs have
-    almost the same number of layers, the largest number sets it: a few padding layers cost less than twice as many block
-    tables.
+    A group's missing layers are padding: their share of every block is never used. The spec with the fewest
+    layers sets the group size, because models repeat a pattern, such as five layers with a window and one
+    without. If all specs have almost the same number of layers, the largest number sets it: a few padding
+    layers cost less than twice as many block tables.
     """
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in kv_cache_spec.items():
@@ -179,14 +179,19 @@ def _equal_groups(kv_cache_spec: LayerSpecs) -> list[list[str]]:
 
 
 def padding_share(groups: Sequence[KVCacheGroupSpec]) -> float:
-    """Return the share of the pool that is padding because groups have different numbers of layers; 0 to 1."""
+    """Return the share of the pool that is padding because groups have different numbers of layers; 0
+    to 1.
+    """
     slots = len(groups) * max((len(group.layer_names) for group in groups), default=0)
     layers = sum(len(group.layer_names) for group in groups)
     return 1.0 - layers / slots if slots else 0.0
 
 
 def pool_page_sizes(groups: Sequence[KVCacheGroupSpec]) -> list[int]:
-    """Return the bytes per block of each of the pool's tensors. The i-th tensor is that of each group's i-th layer."""
+    """Return the bytes per block of each of the pool's tensors.
+
+    The i-th tensor is that of each group's i-th layer.
+    """
     if not groups:
         return []
     largest = max(groups, key=lambda group: len(group.layer_names))

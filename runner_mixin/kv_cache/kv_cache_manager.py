@@ -1,13 +1,14 @@
 """`KVCacheManager`: allocates blocks for an engine's scheduler.
 
 Order of calls for one request
-    `get_computed_blocks` (any number of times; has no side effects) → `allocate_slots` (every step, or once for an
-    asynchronous load) → `cache_blocks` (after each step or load that *succeeded*) → … → `free`.
+    `get_computed_blocks` (any number of times; has no side effects) → `allocate_slots` (every step, or once
+    for an asynchronous load) → `cache_blocks` (after each step or load that *succeeded*) → … → `free`.
 
-Only `cache_blocks` puts blocks into the prefix cache. So another request can never hit a block that is still being computed
-or loaded from another node.
+Only `cache_blocks` puts blocks into the prefix cache. So another request can never hit a block that is still
+being computed or loaded from another node.
 
-A transfer that reads or writes a request's blocks after the request's end takes a pin: `pin` → `free` → … → `unpin`.
+A transfer that reads or writes a request's blocks after the request's end takes a pin: `pin` → `free` → … →
+`unpin`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class KVCacheRequest(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose keys and values are in the request's blocks; 0 before its first allocation."""
+        """Number of tokens whose keys and values are in the request's blocks; 0 before its first
+        allocation.
+        """
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
@@ -57,7 +60,9 @@ class KVCacheBlocks:
 
 
 class KVCacheManager:
-    """The block tables of all requests of a node, and its prefix cache. Only the scheduler's thread may use it.
+    """The block tables of all requests of a node, and its prefix cache.
+
+    Only the scheduler's thread may use it.
 
     Args:
         kv_cache_config: The pool's blocks and groups.
@@ -100,7 +105,8 @@ class KVCacheManager:
         return frozenset(self._pinned)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Return the request's block table, one list per group; 0 where a group with a window needs no block any more.
+        """Return the request's block table, one list per group; 0 where a group with a window needs no block
+        any more.
 
         The lists are copies. They are empty if the request has no blocks.
         """
@@ -112,7 +118,8 @@ class KVCacheManager:
         """Return the longest cached prefix, which never includes all known tokens. Has no side effects.
 
         Returns:
-            `(blocks, num_tokens)`: blocks per group, with the null block where a group with a window needs none;
+            `(blocks, num_tokens)`: blocks per group, with the null block where a group with a window needs
+            none;
             `num_tokens` is a multiple of the block size. The blocks are not held: pass them to
             `allocate_slots` before any other call changes the pool.
         """
@@ -140,7 +147,8 @@ class KVCacheManager:
         """Allocate slots for the tokens that are computed or loaded next. Nothing enters the prefix cache.
 
         Afterwards the request has slots for `request.num_computed_tokens` + the tokens of `computed_blocks` +
-        `num_external_tokens` + `num_new_tokens` tokens. Blocks that are no longer in a group's window are freed.
+        `num_external_tokens` + `num_new_tokens` tokens. Blocks that are no longer in a group's window are
+        freed.
 
         Args:
             num_new_tokens: Number of tokens that the next step computes; 0 for an asynchronous load.
@@ -148,8 +156,8 @@ class KVCacheManager:
             num_external_tokens: Number of tokens after these that the connector loads.
 
         Returns:
-            The added blocks per group, without `computed_blocks`. None if too few blocks are free; then the request
-            is unchanged, except that blocks that are no longer in its window were freed.
+            The added blocks per group, without `computed_blocks`. None if too few blocks are free; then the
+            request is unchanged, except that blocks that are no longer in its window were freed.
 
         Raises:
             ValueError: no token needs a slot, or a number is negative. Nothing changed.
@@ -160,7 +168,8 @@ class KVCacheManager:
         num_local = max((len(hit) for hit in hits), default=0) * self.block_size
         num_computed = request.num_computed_tokens + num_local + num_external_tokens
         num_slots = min(num_computed + num_new_tokens, self._max_model_len)
-        # Even if all known tokens are loaded, the last one is computed again and looks back from its position.
+        # Even if all known tokens are loaded, the last one is computed again and looks back from its
+        # position.
         position = max(0, min(num_computed, request.num_tokens - 1))
         if not self._make_room(request.request_id, hits, num_slots, position):
             return None
@@ -201,7 +210,9 @@ class KVCacheManager:
     # -- transfers -----------------------------------------------------------------------------------
 
     def pin(self, request_id: str) -> None:
-        """Hold the request's current blocks for a transfer. They are not reused until `unpin`, even after `free`.
+        """Hold the request's current blocks for a transfer.
+
+        They are not reused until `unpin`, even after `free`.
 
         Cached blocks can still be hit and shared.
 
@@ -227,14 +238,15 @@ class KVCacheManager:
         self._pool.unpin(reversed(held))
 
     def invalidate_blocks(self, block_ids: Iterable[int]) -> dict[str, int]:
-        """Discard blocks whose contents are undefined, because a load failed and nothing writes there any more.
+        """Discard blocks whose contents are undefined, because a load failed and nothing writes there any
+        more.
 
-        The blocks leave the prefix cache. Every request that has one of them is truncated to its longest valid prefix:
-        the blocks after it are freed, and the next `allocate_slots` allocates new ones.
+        The blocks leave the prefix cache. Every request that has one of them is truncated to its longest
+        valid prefix: the blocks after it are freed, and the next `allocate_slots` allocates new ones.
 
         Returns:
-            For each request that was truncated, the number of tokens of its valid prefix. If its `num_computed_tokens` is
-            higher, the scheduler lowers it to that number.
+            For each request that was truncated, the number of tokens of its valid prefix. If its
+            `num_computed_tokens` is higher, the scheduler lowers it to that number.
 
         Raises:
             ValueError: the pool has no block with that id. No request was truncated.
@@ -254,14 +266,20 @@ class KVCacheManager:
         return cut
 
     def record_changes(self) -> list[tuple[bool, BlockHashWithGroupId]]:
-        """Record from now on what enters the prefix cache (True) and leaves it. The caller empties the list that this returns."""
+        """Record from now on what enters the prefix cache (True) and leaves it.
+
+        The caller empties the list that this returns.
+        """
         self._pool.changes = []
         return self._pool.changes
 
     # -- the whole pool ------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached contents, for example after new weights. Does nothing and returns False while blocks are in use."""
+        """Forget all cached contents, for example after new weights.
+
+        Does nothing and returns False while blocks are in use.
+        """
         done = self._pool.reset_prefix_cache()
         if done:
             self.metrics.reset()
@@ -298,7 +316,9 @@ class KVCacheManager:
     def _make_room(
         self, request_id: str, hits: Sequence[Sequence[KVCacheBlock]], num_slots: int, position: int
     ) -> bool:
-        """Free blocks that are no longer in the request's windows; return whether enough blocks are free after that."""
+        """Free blocks that are no longer in the request's windows; return whether enough blocks are free
+        after that.
+        """
         num_needed = 0
         for group, hit in zip(self._groups, hits, strict=True):
             group.free_invisible(request_id, position)
@@ -336,7 +356,9 @@ class _CachedTable:
         return True
 
     def blocks(self, num_blocks: int) -> tuple[KVCacheBlock, ...]:
-        """Return the first `num_blocks` blocks; the null block where `has` was not called or returned False."""
+        """Return the first `num_blocks` blocks; the null block where `has` was not called or returned
+        False.
+        """
         return tuple(self._found.get(i, self._pool.null_block) for i in range(num_blocks))
 
 

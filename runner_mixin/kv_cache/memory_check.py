@@ -19,7 +19,8 @@ def max_memory_usage_bytes(config: EngineConfig, kv_cache_specs: Iterable[KVCach
 
 
 def estimate_max_model_len(config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int) -> int:
-    """Return the longest request that a pool holds, up to `config.model.max_model_len` tokens; 0 if none fits.
+    """Return the longest request that a pool holds, up to `config.model.max_model_len` tokens; 0 if none
+    fits.
 
     Uses a binary search over copies of the configuration.
 
@@ -47,7 +48,8 @@ def check_enough_kv_cache_memory(
         available_memory: Bytes for the pool; ignored if `num_blocks_override` sets its size.
 
     Raises:
-        ValueError: it does not. The message names what is needed, what is available, and the longest request that fits.
+        ValueError: it does not. The message names what is needed, what is available, and the longest request
+            that fits.
     """
     if _pool_holds(config, kv_cache_spec, available_memory):
         return

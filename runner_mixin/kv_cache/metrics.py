@@ -31,8 +31,8 @@ class PrefixCachingMetrics:
     """The hit rate of the most recent requests.
 
     Args:
-        max_recent_requests: Number of recent requests that the rate covers. Whole intervals are kept, so it may cover
-            a few more.
+        max_recent_requests: Number of recent requests that the rate covers. Whole intervals are kept, so it
+            may cover a few more.
     """
 
     def __init__(self, max_recent_requests: int = 1000) -> None:

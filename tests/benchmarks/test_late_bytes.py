@@ -1,4 +1,6 @@
-"""`lab/bench/late_bytes.py` counts the bytes that land after the end of a read, for every way of giving up."""
+"""`lab/bench/late_bytes.py` counts the bytes that land after the end of a read, for every way of
+giving up.
+"""
 
 from __future__ import annotations
 

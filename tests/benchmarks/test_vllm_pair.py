@@ -24,7 +24,10 @@ from kvferry.lab.bench.vllm_pair import (
 
 @pytest.fixture
 def rows():
-    """Rows for two rounds. kvferry takes twice as long as one node, or four times. It hides three quarters of its loads."""
+    """Rows for two rounds. kvferry takes twice as long as one node, or four times.
+
+    It hides three quarters of its loads.
+    """
     shape = Shape.parse("128x2")
     num_bytes = 2 * shape.num_bytes
     samples = {

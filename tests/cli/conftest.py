@@ -12,7 +12,10 @@ from kvferry.lab.moving import processes  # noqa: F401 - it sets what the server
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_server_forks_for_all_tests() -> None:
-    """Start the server that forks the ends of paths. It stays until this process ends, and is no leak of one test."""
+    """Start the server that forks the ends of paths.
+
+    It stays until this process ends, and is no leak of one test.
+    """
     forkserver.ensure_running()
 
 

@@ -78,7 +78,9 @@ class TestTheMachine:
 
 
 class _Driver:
-    """The calls of `libcuda.so.1` that the doctor makes, for two GPUs of which the first reaches the second."""
+    """The calls of `libcuda.so.1` that the doctor makes, for two GPUs of which the first reaches the
+    second.
+    """
 
     def __init__(self, status: int = 0) -> None:
         self._status = status

@@ -21,7 +21,9 @@ def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
 
 @pytest.fixture
 def tune(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set internal fields of `HandoffConfig`, which are no options, in the nodes that the test makes afterwards."""
+    """Set internal fields of `HandoffConfig`, which are no options, in the nodes that the test makes
+    afterwards.
+    """
     parse = ConnectorOptions.from_mapping
 
     def tune(**fields: float) -> None:

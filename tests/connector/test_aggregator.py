@@ -1,4 +1,6 @@
-"""The aggregator: a request has ended once every rank has reported it, while failed blocks are passed on at once."""
+"""The aggregator: a request has ended once every rank has reported it, while failed blocks are passed on at
+once.
+"""
 
 from __future__ import annotations
 

@@ -41,13 +41,17 @@ def handed_over(producer: ModelFreeNode, consumer: ModelFreeNode, name: str) -> 
 
 
 def handed_over_by_a_new_connection(producer: ModelFreeNode, consumer: ModelFreeNode, name: str) -> str:
-    """The same, after a change that has closed the connection: a load that begins before its node has noticed fails for that."""
+    """The same, after a change that has closed the connection: a load that begins before its node has noticed
+    fails for that.
+    """
     errors = (handed_over(producer, consumer, f"{name}-{number}") for number in range(20))
     return next(error for error in errors if "is not connected" not in error and "lost" not in error)
 
 
 def release(producer: ModelFreeNode, params: object) -> None:
-    """Give an offer up as a router does whose decode node could not load it, and wait until no block is held."""
+    """Give an offer up as a router does whose decode node could not load it, and wait until no block
+    is held.
+    """
     assert isinstance(params, dict)
     name = params["remote_request_id"]
     producer.add(

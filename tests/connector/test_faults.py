@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("short_backoffs")
 NUM_LOADS = 4
 MAX_TURNS = 6
 
-#: `DEADLINES` are short, because tests wait until they expire. `PATIENT` ones expire only on a machine that is too busy.
+#: `DEADLINES` are short, because tests wait until they expire. `PATIENT` ones expire only on a machine that
+#: is too busy.
 DEADLINES = {
     "lease_s": 0.4,
     "connect_timeout_s": 1.0,

@@ -1,4 +1,6 @@
-"""A connector is a scheduler half and a worker half; a class in vLLM's style, with the methods of both, works as well."""
+"""A connector is a scheduler half and a worker half; a class in vLLM's style, with the methods of both, works
+as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The conformance suite reports the broken promise of each planted bug. `tests/examples` has the stores without a bug."""
+"""The conformance suite reports the broken promise of each planted bug.
+
+`tests/examples` has the stores without a bug.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +149,8 @@ BUGS = [
 ]
 
 
-#: Bugs that the simulator plants into the handoff protocol, in a real connector: the class, the test, and what is reported.
+#: Bugs that the simulator plants into the handoff protocol, in a real connector: the class, the test, and
+#: what is reported.
 HANDOFF_BUGS = [
     (
         simulated.NeverExpires,
@@ -185,7 +189,8 @@ _OTHER_WEIGHTS = (
 )
 _ONE_RANK = "needs a node of several ranks; tests/connector/test_several_ranks.py has them"
 
-#: Bugs of the simulator that the suite cannot find, and why. Each of a kind that a store can have is in `BUGS` as well.
+#: Bugs of the simulator that the suite cannot find, and why. Each of a kind that a store can have is in
+#: `BUGS` as well.
 WITHOUT_COUNTERPART: dict[type[object], str] = {
     simulated.FreesBeforeItClears: _NO_READ_AT_WILL,
     simulated.NeverClears: _NO_READ_AT_WILL,

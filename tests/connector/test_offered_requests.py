@@ -1,4 +1,6 @@
-"""What a node counts of requests that came with an offer: whether a pair did what it is for, behind any router."""
+"""What a node counts of requests that came with an offer: whether a pair did what it is for, behind any
+router.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Nodes with their pools on a GPU hand blocks over, with a stand-in for CUDA's driver.
 
-A GPU executes work after the program has launched it. Until then no block may be offered, and none may be written into.
+A GPU executes work after the program has launched it. Until then no block may be offered, and none may be
+written into.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class Side:
         return not self.is_behind
 
     def start_offer(self, *, is_computed: bool = False) -> None:
-        # The GPU has finished the step that announces the offer. Otherwise no other node could know about the offer.
+        # The GPU has finished the step that announces the offer. Otherwise no other node could know about the
+        # offer.
         is_behind, self.is_behind = self.is_behind, False
         self.submit(ordered("p", announcement=Announcement(self.offer.lease)))
         self.until(lambda: self.num_asked > 0)
@@ -333,7 +335,8 @@ def test_an_offer_that_waits_for_the_gpu_is_never_made_after_its_preemption(
     assert "was never made" in consumer.until_ended()["d"]
     assert consumer.until_ended("again") == {}
     assert (consumer.cache[[5, 6]] == 1.0).all()
-    # The end of the first one is not reported: that of the second one is reported once the request has finished.
+    # The end of the first one is not reported: that of the second one is reported once the request has
+    # finished.
     ended: list[str] = []
     producer.submit(ordered("p", completion=again.block_ids))
     producer.until(

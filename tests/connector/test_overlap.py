@@ -154,12 +154,13 @@ def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) ->
     producer.worker.bind_connector_metadata(metadata)
     producer.worker.start_load_kv(None)
     consumer.step_until(lambda: is_loaded(consumer), producer)
-    # The second reason if the first two blocks are in place but their read has not ended: its guard is looked at last.
+    # The second reason if the first two blocks are in place but their read has not ended: its guard is looked
+    # at last.
     error = consumer.load_error("d")
     assert "the offer was aborted" in error or "no longer holds" in error
     assert consumer.invalid_block_ids == set(blocks)
-    # The prompt is computed again, but not offered again: no consumer would know of the offer, and its blocks would be
-    # held until the lease expires.
+    # The prompt is computed again, but not offered again: no consumer would know of the offer, and its blocks
+    # would be held until the lease expires.
     prefill.compute(8)
     assert prefill.compute(NUM_TOKENS) is None
     assert not producer.held

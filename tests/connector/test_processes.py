@@ -1,4 +1,6 @@
-"""Handoffs between real processes over shared memory: the survivor stays intact when the other one is killed."""
+"""Handoffs between real processes over shared memory: the survivor stays intact when the other one is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,9 @@ def wait_for_load(consumer: ModelFreeNode, request_id: str) -> str:
 
 @pytest.mark.slow
 class TestAnotherVersion:
-    """One of the two processes speaks another version of the handoff protocol, as during a rolling upgrade."""
+    """One of the two processes speaks another version of the handoff protocol, as during a rolling
+    upgrade.
+    """
 
     def test_neighbours_hand_over_in_both_directions(self, consumer: ModelFreeNode) -> None:
         newest = SPOKEN_VERSIONS[-1]
@@ -208,7 +212,8 @@ class TestKilledProducer:
             blocks = begin_load(consumer, request)
             producer.kill()
             error = wait_for_load(consumer, "d")
-            # The read may end before the kill. The load must fail with invalid blocks, or succeed with right bytes.
+            # The read may end before the kill. The load must fail with invalid blocks, or succeed with right
+            # bytes.
             if error:
                 assert consumer.invalid_block_ids == set(blocks)
             else:
@@ -225,7 +230,8 @@ class TestKilledProducer:
         with child(address=address) as second:
             fresh = second.ask("prefill", "p", 18, 6)
             assert fresh["remote_addresses"] == stale["remote_addresses"]
-            # Pretend that the node drew the same lease number before its restart. Then only the epoch differs.
+            # Pretend that the node drew the same lease number before its restart. Then only the epoch
+            # differs.
             repeated = {**stale, "remote_lease": fresh["remote_lease"]}
             for request_id, params in (("stale", stale), ("repeated", repeated), ("fresh", fresh)):
                 request = Request(request_id, 18, params)

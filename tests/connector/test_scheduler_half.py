@@ -278,7 +278,9 @@ class TestConsumer:
         ],
     )
     def test_the_last_token_is_not_loaded_where_layers_forget(self, spec: KVCacheSpec) -> None:
-        """An engine keeps only what the token after the loaded ones sees, and it computes the last token again."""
+        """An engine keeps only what the token after the loaded ones sees, and it computes the last token
+        again.
+        """
         full = KVCacheGroupSpec(("layers.0",), FullAttentionSpec(BLOCK_SIZE, 2, 8, torch.float32))
         config = KVCacheConfig(40, (), (full, KVCacheGroupSpec(("layers.1",), spec)))
         for num_prompt, num_offered, expected in ((10, 10, 9), (9, 9, 8), (12, 10, 10), (2, 2, 1), (1, 1, 0)):
@@ -419,7 +421,9 @@ class TestRecurrentState:
         assert producer.build_connector_meta().is_empty()
 
     def test_a_prompt_is_not_offered_while_it_is_computed(self) -> None:
-        """Each step advances the state, so a consumer that reads early would not get the state of the whole prompt."""
+        """Each step advances the state, so a consumer that reads early would not get the state of the whole
+        prompt.
+        """
         connector = KVConnectorFactory.create_connector(
             engine_config("inproc", role="kv_producer"), KVConnectorRole.SCHEDULER, WITH_STATE
         )

@@ -1,4 +1,6 @@
-"""Nodes with several ranks, each with its own worker half and shard: every head of every token arrives once."""
+"""Nodes with several ranks, each with its own worker half and shard: every head of every token
+arrives once.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ class Node:
         self.done.load_errors |= joined.load_errors
 
     def prefill(self, tokens: torch.Tensor, blocks: list[int]) -> dict[str, Any]:
-        """Write `tokens`, `(layer, part, token, head, element)`, into the blocks of all ranks, and offer them."""
+        """Write `tokens`, `(layer, part, token, head, element)`, into the blocks of all ranks, and offer
+        them.
+        """
         for rank in self.ranks:
             for index, layer in enumerate(rank.layers):
                 for token in range(NUM_TOKENS):

@@ -41,7 +41,9 @@ class Soak:
         self.num_loaded = self.num_failed = self.num_requests = 0
 
     def run(self, num_turns: int, num_loads: int) -> None:
-        """Take at least `num_turns` turns, and more until `num_loads` loads succeed: leases expire on a busy machine."""
+        """Take at least `num_turns` turns, and more until `num_loads` loads succeed: leases expire on a busy
+        machine.
+        """
         for turn in range(10 * num_turns):
             if turn >= num_turns and self.num_loaded >= num_loads:
                 break

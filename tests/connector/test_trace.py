@@ -73,7 +73,9 @@ def test_without_the_option_nothing_is_kept() -> None:
 
 
 def test_a_claim_that_comes_before_its_request_is_a_span_of_the_request() -> None:
-    """In a rendezvous the decode node may be faster, and then its claim names what the prefill node does not know yet."""
+    """In a rendezvous the decode node may be faster, and then its claim names what the prefill node does not
+    know yet.
+    """
     kept: list[SpanRecord] = []
     trace, name = HandoffTrace(kept.append, rank=0), "5" * 32
     trace.received(Claim(name, 7, rank=1, num_ranks=2, rendezvous=True))

@@ -1,4 +1,5 @@
-"""Each call of the handoff thread raises an undocumented exception in turn: at most one request or peer is affected.
+"""Each call of the handoff thread raises an undocumented exception in turn: at most one request or peer is
+affected.
 
 Whenever it happens, two requests are in flight between different pairs of nodes, and others follow.
 """
@@ -109,7 +110,9 @@ def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
 def assert_one_thing_ends(
     pairs: Sequence[Pair], caplog: pytest.LogCaptureFixture, num_ended: Sequence[int]
 ) -> None:
-    """Hand over three times. Check that the expected number of loads fails, and that none fails in the last round.
+    """Hand over three times.
+
+    Check that the expected number of loads fails, and that none fails in the last round.
 
     The log contains the exception, and no node reports that its handoff thread died.
     """
@@ -182,7 +185,8 @@ class TestTransport:
         assert caplog.text.count("Traceback") == 1
 
 
-#: Functions of this project that the thread calls: where each is looked up, its name, and how many loads may fail.
+#: Functions of this project that the thread calls: where each is looked up, its name, and how many loads may
+#: fail.
 CALLS: list[tuple[Any, str, list[int]]] = [
     (loop, "encode", [0, 1]),
     (handoff_node, "decode", [0, 1]),
@@ -258,12 +262,15 @@ def test_a_gpu_whose_progress_cannot_be_queried(
         monkeypatch.undo()
         others = [make_node(stack) for _ in range(2)]
         pairs = [(middle, other) if faulty == "consumer" else (other, middle) for other in others]
-        # The consumer's first two orders are claims, and the producer's first is an announcement: none touches memory.
+        # The consumer's first two orders are claims, and the producer's first is an announcement: none
+        # touches memory.
         assert_one_thing_ends(pairs, caplog, [0] if (faulty, nth) != ("producer", 2) else [1])
 
 
 class TestTheThreadEnds:
-    """If only its end makes the blocks safe to reuse, the thread ends with a message, and nothing waits for it."""
+    """If only its end makes the blocks safe to reuse, the thread ends with a message, and nothing waits for
+    it.
+    """
 
     def fail(self, pairs: Sequence[Pair]) -> list[str]:
         consumer, producer = pairs[0]

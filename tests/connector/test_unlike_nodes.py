@@ -31,7 +31,9 @@ class Engine:
     registration: Registration
 
     def tokens(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return the first `NUM_TOKENS` tokens in these blocks as (layer, key or value, token, head, element)."""
+        """Return the first `NUM_TOKENS` tokens in these blocks as (layer, key or value, token, head,
+        element).
+        """
         return self.caches[:, list(block_ids)].transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS]
 
 
@@ -115,7 +117,10 @@ def test_the_plain_planner_names_the_field_that_it_cannot_pair(theirs: dict[str,
 
 
 def test_ranks_with_one_head_of_differently_sharded_models_are_distinguished() -> None:
-    """Rank 1 of 4 and rank 1 of 8 keep one head each. Their pages look the same, but may hold different heads."""
+    """Rank 1 of 4 and rank 1 of 8 keep one head each.
+
+    Their pages look the same, but may hold different heads.
+    """
     ours, peer = (engine_of(tp=NUM_HEADS, rank=1).registration for _ in range(2))
     require_compatible(ours.fields, peer.fields)
     of_eight = describe_with(ParallelConfig(2 * NUM_HEADS, 1))

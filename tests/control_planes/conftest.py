@@ -28,7 +28,10 @@ NODE = (
 
 @dataclass
 class Nodes:
-    """Nodes by name. A name that begins with `p` is a prefill node, one that begins with `d` a decode node."""
+    """Nodes by name.
+
+    A name that begins with `p` is a prefill node, one that begins with `d` a decode node.
+    """
 
     launcher: Launcher
     arguments: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""The connector in the table of NVIDIA Dynamo, tested on Dynamo's own function. `make control-planes` gets Dynamo's package."""
+"""The connector in the table of NVIDIA Dynamo, tested on Dynamo's own function.
+
+`make control-planes` gets Dynamo's package.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What llm-d's P/D sidecar sends, to reference nodes. `tests/support/llm_d.py` replays it, and names its version."""
+"""What llm-d's P/D sidecar sends, to reference nodes.
+
+`tests/support/llm_d.py` replays it, and names its version.
+"""
 
 from __future__ import annotations
 

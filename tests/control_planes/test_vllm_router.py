@@ -1,7 +1,8 @@
 """vllm-router, the router of the vLLM project, in front of reference nodes. `make control-planes` gets it.
 
-In its mode for prefill and decode nodes it neither retries a request nor uses its circuit breakers; both work in its plain
-mode. So the tests put a plain one in front of two that have a pair of nodes each, as docs/behind-a-router.md advises.
+In its mode for prefill and decode nodes it neither retries a request nor uses its circuit breakers; both work
+in its plain mode. So the tests put a plain one in front of two that have a pair of nodes each, as
+docs/behind-a-router.md advises.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Fleet:
         pairs: Two vllm-routers, each in front of one pair: `p1` and `d1`, `p2` and `d2`.
         front: A plain vllm-router in front of the two.
         front_metrics_port: Where `front` serves its metrics.
-        by_prefix, by_session: vllm-routers in front of all four nodes, with policies that look at the prompt or at the session.
+        by_prefix, by_session: vllm-routers in front of all four nodes, with policies that look at the prompt
+            or at the session.
     """
 
     nodes: Nodes
@@ -208,8 +210,8 @@ def test_a_client_that_leaves_frees_the_blocks_of_both_nodes(fleet: Fleet) -> No
 def test_nodes_that_are_replaced_or_die(fleet: Fleet, spawn: Spawn) -> None:
     """The last test: it ends the first pair.
 
-    A node that drains loses nothing. What a node that dies took along, the front repeats at the other pair. It uses the first
-    pair no longer, and again after a restart.
+    A node that drains loses nothing. What a node that dies took along, the front repeats at the other pair.
+    It uses the first pair no longer, and again after a restart.
     """
     nodes, prompts = fleet.nodes, [f"{PROMPT}{n}" for n in range(4)]
     with Launcher(spawn) as launcher:
@@ -229,7 +231,8 @@ def test_nodes_that_are_replaced_or_die(fleet: Fleet, spawn: Spawn) -> None:
         nodes.start("p1", launcher=launcher)
         _assert_used_again(fleet, prompts)
 
-        # The decode node dies in the middle of an answer. What came of it is right, and it has no regular end.
+        # The decode node dies in the middle of an answer. What came of it is right, and it has no regular
+        # end.
         came: list[int] = []
         with Client(fleet.pairs[0]).streaming(PROMPT, max_tokens=LONG_ANSWER, ignore_eos=True) as events:
             came += next(events)["choices"][0]["token_ids"]
@@ -241,14 +244,18 @@ def test_nodes_that_are_replaced_or_die(fleet: Fleet, spawn: Spawn) -> None:
         nodes.start("d1", launcher=launcher)
         _assert_used_again(fleet, prompts)
 
-        # The decode node dies before it has looked at what the prefill node offers, which comes free with its lease.
+        # The decode node dies before it has looked at what the prefill node offers, which comes free with its
+        # lease.
         replies = _ask_while_dying(fleet, "d1", prompts, lambda asked: is_offering(nodes["p1"]))
         _assert_right(nodes, prompts, replies)
         wait_until(nodes["p1"].is_whole)
 
 
 def _answers_while(router: LaunchedProcess, holds: Callable[[], bool]) -> set[tuple[int, ...]]:
-    """Send the same prompt in one session after another while the condition holds. Returns the answers' token ids."""
+    """Send the same prompt in one session after another while the condition holds.
+
+    Returns the answers' token ids.
+    """
     answers: set[tuple[int, ...]] = set()
     deadline = time.monotonic() + TIMEOUT_S
     sessions = itertools.count()
@@ -274,7 +281,9 @@ def is_offering(prefill: Client) -> bool:
 def _ask_while_dying(
     fleet: Fleet, name: str, prompts: Sequence[str], when: Callable[[Asked], bool]
 ) -> list[Reply]:
-    """Ask the front all prompts at once, and kill a node of the first pair that has half of them and does not answer."""
+    """Ask the front all prompts at once, and kill a node of the first pair that has half of them and does not
+    answer.
+    """
     lost = fleet.nodes[name].process
     lost.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -285,7 +294,9 @@ def _ask_while_dying(
 
 
 def _assert_used_again(fleet: Fleet, prompts: Sequence[str]) -> None:
-    """Ask until the first pair answers and the front has closed its circuit; then both pairs answer, and answer rightly."""
+    """Ask until the first pair answers and the front has closed its circuit; then both pairs answer, and
+    answer rightly.
+    """
     wait_until(lambda: complete(fleet.pairs[0], PROMPT).status == 200)
     wait_until(lambda: complete(fleet.front, PROMPT).status == 200 and fleet.circuit(0) == CLOSED)
     prefill = [fleet.nodes["p1"]]

@@ -1,6 +1,7 @@
 """The commands of the chart's containers, run as real processes.
 
-Only addresses, paths and the program's folder are replaced. Ports, options, environment and probes are the chart's.
+Only addresses, paths and the program's folder are replaced. Ports, options, environment and probes are the
+chart's.
 """
 
 from __future__ import annotations

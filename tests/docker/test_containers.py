@@ -1,8 +1,8 @@
 """Run an image and the services of `compose.yaml` in containers. Only `make test-docker` does this.
 
-`make test-docker` first builds `kvferry:cpu`, or the CUDA image if `DOCKER_TARGET=cuda` is set. Nodes of the CUDA image
-also compute on the processor here. Without a Docker daemon, Buildah runs the containers; the tests of what it cannot do are
-skipped by name. `make test` builds no image and starts no container.
+`make test-docker` first builds `kvferry:cpu`, or the CUDA image if `DOCKER_TARGET=cuda` is set. Nodes of the
+CUDA image also compute on the processor here. Without a Docker daemon, Buildah runs the containers; the tests
+of what it cannot do are skipped by name. `make test` builds no image and starts no container.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TARGET = os.environ.get("KVFERRY_TEST_DOCKER", "")
 IMAGE = f"kvferry:{TARGET}"
 PROMPT = "The ferry leaves at six in the morning, and it carries letters. " * 6
 
-#: Prints a node's user and group in its container, the folders that it can write to, and the compilers that it finds.
+#: Prints a node's user and group in its container, the folders that it can write to, and the compilers that
+#: it finds.
 CONFINEMENT = """
 import os, shutil
 def is_writable(folder):

@@ -1,4 +1,5 @@
-"""What can be checked about the images without a Docker daemon: every file exists, and every version is pinned.
+"""What can be checked about the images without a Docker daemon: every file exists, and every version is
+pinned.
 
 `tests/e2e/test_compose.py` runs the commands of `compose.yaml`. `test_containers.py` uses a daemon.
 """
@@ -27,7 +28,8 @@ INSTRUCTIONS = [
     for line in re.sub(r"\\\n\s*", "", (DOCKER / "Dockerfile").read_text()).splitlines()
     if line and not line.startswith("#")
 ]
-#: What may be sent to the builder, as `Dockerfile.dockerignore` says; the last line that matches a path decides.
+#: What may be sent to the builder, as `Dockerfile.dockerignore` says; the last line that matches a path
+#: decides.
 IGNORE_LINES = [
     line
     for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()

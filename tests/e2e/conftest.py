@@ -1,8 +1,8 @@
 """Nodes and routers as real processes. Tests that break nothing on purpose share them for the whole session.
 
-A test that needs a pair of nodes is written once for all transports (the fixture `transport`). The variable CONNECTORS
-names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, all run over shared memory in `make test`, and
-those marked `every_transport` over each transport in `make test-all`.
+A test that needs a pair of nodes is written once for all transports (the fixture `transport`). The variable
+CONNECTORS names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, all run over shared memory
+in `make test`, and those marked `every_transport` over each transport in `make test-all`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
 from tests.support.zygote import Zygote
 
-#: Not `inproc`, which stays in one process; `auto`, which is one of the others; and `nixl`, which `make test-nixl` tests.
+#: Not `inproc`, which stays in one process; `auto`, which is one of the others; and `nixl`, which `make
+#: test-nixl` tests.
 TRANSPORTS = tuple(scheme for scheme in BUILT_IN if scheme not in ("inproc", "auto", "nixl"))
 START_TIMEOUT_S = 110.0
 TINY_NODE = (
@@ -32,7 +33,8 @@ TINY_NODE = (
 #: Long enough for a loaded machine, and short enough that a test can wait until a lease expires.
 LEASE = ("--connector-option", "lease_s=6")
 
-#: A node that a test stops must count as alive until the test has inspected the others, also on a busy machine.
+#: A node that a test stops must count as alive until the test has inspected the others, also on a busy
+#: machine.
 PATIENT = ("--connector-option", 'transport_options={"peer_timeout_s": 10}')
 
 
@@ -135,7 +137,10 @@ def tiny_single(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterato
 
 
 def launch_fleet(launcher: Launcher, single: Client, *arguments: str, for_all: Sequence[str] = ()) -> Fleet:
-    """Start a pair with the same options and a router, and wait until all are ready. The router gets only the last arguments."""
+    """Start a pair with the same options and a router, and wait until all are ready.
+
+    The router gets only the last arguments.
+    """
     arguments = (*arguments, *for_all)
     nodes = [launcher.start_node(role, role, *arguments, *LEASE) for role in ("prefill", "decode")]
     prefill, decode = nodes

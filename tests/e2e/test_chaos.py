@@ -1,8 +1,8 @@
 """Inject faults from a seed into real nodes under load: no token is wrong, every request ends, nothing leaks.
 
-`make soak` runs it for longer. SOAK_SECONDS is the time during which faults are injected; SOAK_SEED is their seed, and
-SOAK_GAP_S the mean time between two. SOAK_SAMPLES is a file for what all services hold over time, which
-`tests.support.chaos.sampling` plots.
+`make soak` runs it for longer. SOAK_SECONDS is the time during which faults are injected; SOAK_SEED is their
+seed, and SOAK_GAP_S the mean time between two. SOAK_SAMPLES is a file for what all services hold over time,
+which `tests.support.chaos.sampling` plots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The time of day jumps in every process, as after a correction by NTP or a resumed virtual machine. No deadline depends on it."""
+"""The time of day jumps in every process, as after a correction by NTP or a resumed virtual machine.
+
+No deadline depends on it.
+"""
 
 from __future__ import annotations
 

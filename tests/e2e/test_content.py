@@ -1,4 +1,6 @@
-"""An offer is loaded only for the prompt that it was computed from, even if a router mixes offers up; nothing leaks."""
+"""An offer is loaded only for the prompt that it was computed from, even if a router mixes offers up; nothing
+leaks.
+"""
 
 from __future__ import annotations
 

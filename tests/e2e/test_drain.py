@@ -1,4 +1,6 @@
-"""Stopping nodes: they finish the answers that they began, release what they hold for others, and exit in time."""
+"""Stopping nodes: they finish the answers that they began, release what they hold for others, and exit in
+time.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
 def test_requests_left_at_the_deadline_are_aborted_and_their_offers_released_at_once(
     start: Callable[..., Client],
 ) -> None:
-    """The decode node runs one request and queues others, whose offers it has claimed or is about to claim."""
+    """The decode node runs one request and queues others, whose offers it has claimed or is about to
+    claim.
+    """
     prefill = start("prefill")  # with leases of the default length, which is longer than the test waits
     decode = start("decode", "--drain-timeout-s", "0", "--max-num-seqs", "1")
     held = [offer(prefill, f"{index} {PROMPT}") for index in range(3)]

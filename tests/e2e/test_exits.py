@@ -1,6 +1,8 @@
-"""Nodes that are stopped exit with status 0 on a host that has the libraries of RDMA (Debian's `libibverbs1` and others).
+"""Nodes that are stopped exit with status 0 on a host that has the libraries of RDMA (Debian's `libibverbs1`
+and others).
 
-NIXL's wheel has copies of some of these libraries, and its UCX loads the host's as well. A process must survive both.
+NIXL's wheel has copies of some of these libraries, and its UCX loads the host's as well. A process must
+survive both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The main promise: a pair gives the same greedy tokens as a single node, and moves no more bytes than necessary."""
+"""The main promise: a pair gives the same greedy tokens as a single node, and moves no more bytes than
+necessary.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ def assert_identical(fleet: Any, transport: str, layout: str, num_layers: int) -
 
 
 def assert_moved_as_promised(replies: Sequence[Reply], transport: str, num_layers: int) -> None:
-    """Check that every prompt of two or more tokens was transferred, with at most one region per block and layer."""
+    """Check that every prompt of two or more tokens was transferred, with at most one region per block and
+    layer.
+    """
     for reply in replies:
         metrics = reply.body["metrics"]
         if metrics["num_prompt_tokens"] == 1:

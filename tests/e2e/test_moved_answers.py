@@ -46,7 +46,8 @@ NUM_QUESTIONS = 14
 LOADS = "kvferry_live_loads"
 #: A killed node is found gone at once, and one that is only slow must not be.
 CHECKS = ("--check-interval-s", "0.2", "--check-timeout-s", "10")
-#: For nodes that are frozen. On a full machine three busy nodes are silent for less than that, or no request would find one.
+#: For nodes that are frozen. On a full machine three busy nodes are silent for less than that, or no request
+#: would find one.
 IMPATIENT = ("--check-timeout-s", "2")
 #: What a stream may ask for, and be continued; and what a whole answer may ask for, which is given again.
 ASKED: tuple[dict[str, Any], ...] = (
@@ -88,7 +89,10 @@ class Starter:
     stack: ExitStack
 
     def start(self, roles: Sequence[str], mortal: str, *options: str) -> Fleet:
-        """Start nodes of these roles, and a router before them. Those with the role `mortal` are to be lost."""
+        """Start nodes of these roles, and a router before them.
+
+        Those with the role `mortal` are to be lost.
+        """
         nodes = [self._node(number, role) for number, role in enumerate(roles)]
         for node in nodes:
             node.wait_ready(START_TIMEOUT_S)

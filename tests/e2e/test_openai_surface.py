@@ -1,4 +1,6 @@
-"""What tools expect of OpenAI's API beyond one plain answer: the same from a single node and through a handoff."""
+"""What tools expect of OpenAI's API beyond one plain answer: the same from a single node and through a
+handoff.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def hostile_node() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """One prefill node, one decode node that can be killed, a second one whose text is hostile, and their routers.
+    """One prefill node, one decode node that can be killed, a second one whose text is hostile, and their
+    routers.
 
     Attributes:
         guarded: A router that asks for `KEY`.
@@ -273,7 +274,9 @@ def made_up_node(number: int, role: str, **fields: Any) -> dict[str, Any]:
 
 
 def made_up_nodes(num: int, num_in_trouble: int = 0) -> list[dict[str, Any]]:
-    """Return a third of prefill nodes, a third of decode nodes, and a third that does both, which the router lists twice."""
+    """Return a third of prefill nodes, a third of decode nodes, and a third that does both, which the router
+    lists twice.
+    """
     troubles = ("gone", "ejected", "draining", "refused")
     why = "the connection was refused: is the process running, and does it listen at this address?"
     nodes = []

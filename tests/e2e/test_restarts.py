@@ -19,7 +19,10 @@ PROMPT = "The old ferry sank; the new one has her name and her berth. " * 3
 
 @pytest.fixture
 def address(transport: str, socket_dir: Path) -> str:
-    """An address at which a node can listen again after a restart. Over a network it is an IPv6 address if possible."""
+    """An address at which a node can listen again after a restart.
+
+    Over a network it is an IPv6 address if possible.
+    """
     if transport == "shm":
         return f"shm://{socket_dir}/berth.sock"
     for family, host, written in (

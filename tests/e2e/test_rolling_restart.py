@@ -24,7 +24,9 @@ NUM_CLIENTS = 4
 
 
 class Load:
-    """Clients that send one request after another, each over a connection that it keeps open, and never repeat one."""
+    """Clients that send one request after another, each over a connection that it keeps open, and never
+    repeat one.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port

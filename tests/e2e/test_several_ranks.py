@@ -1,4 +1,6 @@
-"""Nodes of several ranks: no handoff waits until a deadline ends it, and a rank that is late frees its blocks soon."""
+"""Nodes of several ranks: no handoff waits until a deadline ends it, and a rank that is late frees its blocks
+soon.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def start_prefill(launcher: Launcher, *arguments: str) -> LaunchedProcess:
 
 
 def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: str) -> Reply:
-    """Check that the answer is the single node's, the whole cache was loaded, and all blocks are free again."""
+    """Check that the answer is the single node's, the whole cache was loaded, and all blocks are free
+    again.
+    """
     offered = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
     params = offered.body["kv_transfer_params"]
     reply = decode.complete(prompt, max_tokens=8, logprobs=0, kv_transfer_params=params)

@@ -1,4 +1,7 @@
-"""Programs of others talk to a pair as they are: an evaluation harness and a load generator. See `make test-tools`."""
+"""Programs of others talk to a pair as they are: an evaluation harness and a load generator.
+
+See `make test-tools`.
+"""
 
 from __future__ import annotations
 

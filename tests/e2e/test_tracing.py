@@ -53,7 +53,9 @@ def _ended(process: LaunchedProcess) -> str:
 def told(
     launcher: Launcher, tiny_single_arguments: Sequence[str]
 ) -> Iterator[tuple[list[CollectedSpan], dict[str, list[dict[str, Any]]]]]:
-    """The spans and logs of one request through a router, and of one whose decode node was called without headers."""
+    """The spans and logs of one request through a router, and of one whose decode node was called without
+    headers.
+    """
     with collecting() as collector:
         observed = (
             *("--otlp-traces-endpoint", collector.url, "--log-format", "json", "--log-level", "info"),

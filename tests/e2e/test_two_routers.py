@@ -1,4 +1,6 @@
-"""Two routers before the same nodes, and a restart of the only one: only the requests in flight are lost, and nothing leaks."""
+"""Two routers before the same nodes, and a restart of the only one: only the requests in flight are lost, and
+nothing leaks.
+"""
 
 from __future__ import annotations
 

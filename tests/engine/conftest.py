@@ -21,7 +21,10 @@ SMALL = {"block_size": 4, "num_blocks": 120, "max_num_batched_tokens": 16, "max_
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread. Tiny matrices gain nothing from more, and lose much when other processes need the cores."""
+    """Use one thread.
+
+    Tiny matrices gain nothing from more, and lose much when other processes need the cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +68,9 @@ def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int]
 def assert_same(
     tiny_model: Callable[[str], Path], reference: Callable[[str, Sequence[int], int], Answer]
 ) -> Callable[..., None]:
-    """`(answer, family, prompt, num_tokens)`: fail unless it is transformers' answer, apart from near-ties."""
+    """`(answer, family, prompt, num_tokens)`: fail unless it is transformers' answer, apart from
+    near-ties.
+    """
     loaded: dict[str, Any] = {}
 
     def check(answer: Answer, family: str, prompt: Sequence[int], num_tokens: int) -> None:

@@ -1,4 +1,6 @@
-"""A user's settings for the KV cache take effect: its size, the length it must hold, and the seed of its hashes."""
+"""A user's settings for the KV cache take effect: its size, the length it must hold, and the seed of its
+hashes.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,10 @@ def test_a_prompt_of_several_steps_grows_block_by_block(make_store: Any) -> None
 def test_the_last_token_is_always_computed(
     num_prompt: int, load: str, make_store: Any, assert_same: Any
 ) -> None:
-    """The node's own cache and a synchronous load leave it out. An asynchronous load may bring it, in vain."""
+    """The node's own cache and a synchronous load leave it out.
+
+    An asynchronous load may bring it, in vain.
+    """
     prompt = tokens(num_prompt, 100)
     node = make_store(load, enable_prefix_caching=not load)
     scheduler, _ = halves(node)

@@ -23,7 +23,9 @@ def _prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers(family: str, make_node: Any, reference: Reference) -> None:
-    """One token, lengths around a block, several chunks, sliding windows: all at the same time, in a small pool."""
+    """One token, lengths around a block, several chunks, sliding windows: all at the same time, in a small
+    pool.
+    """
     node = make_node(family, num_blocks=60, max_model_len=120)
     prompts = _prompts(1, [1, 3, 4, 5, 16, 17, 40, 60])
     for index, prompt in enumerate(prompts):

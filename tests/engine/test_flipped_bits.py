@@ -1,4 +1,6 @@
-"""Bytes that change in transit are never used: the load fails, and the policy decides how the request ends."""
+"""Bytes that change in transit are never used: the load fails, and the policy decides how the request
+ends.
+"""
 
 from __future__ import annotations
 

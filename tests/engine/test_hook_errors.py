@@ -1,4 +1,6 @@
-"""An exception in an author's connector fails the requests that it concerns, with its cause, and nothing else."""
+"""An exception in an author's connector fails the requests that it concerns, with its cause, and nothing
+else.
+"""
 
 from __future__ import annotations
 

@@ -15,11 +15,13 @@ from kvferry.lab.engine.weights import load_model
 from tests.support.tiny_models import generate_greedily, write_tiny_model
 
 LAYOUTS = ["uniform", "per-layer"]
-#: In tokens: the tiny models' window and chunk of chunked attention, and the nodes' blocks. A step has 16 tokens.
+#: In tokens: the tiny models' window and chunk of chunked attention, and the nodes' blocks. A step has 16
+#: tokens.
 WINDOW, CHUNK, BLOCK = 24, 24, 4
 #: Longer than the window and than several steps. The last block has only the last token.
 PROMPT = [random.Random(21).randrange(256) for _ in range(61)]
-#: The prompt's last token, which the decode node computes itself. The blocks before it are loaded, if this token sees them.
+#: The prompt's last token, which the decode node computes itself. The blocks before it are loaded, if this
+#: token sees them.
 LAST = len(PROMPT) - 1
 NUM_BLOCKS = -(-LAST // BLOCK)
 IN_WINDOW = NUM_BLOCKS - (LAST - WINDOW + 1) // BLOCK
@@ -78,7 +80,8 @@ def test_only_visible_blocks_are_transferred_and_the_answer_is_the_same(
     assert last.metrics.num_loaded_tokens == LAST
     transfer = last.metrics.transfer
     assert transfer.num_blocks == num_blocks
-    # In the uniform layout a run of blocks is one region, however many layers there are. Per layer it is one per layer.
+    # In the uniform layout a run of blocks is one region, however many layers there are. Per layer it is one
+    # per layer.
     regions_per_run = 1 if layout == "uniform" else layers_per_block
     assert transfer.num_regions_per_layer * regions_per_run == transfer.num_regions * layers_per_block
     page_bytes = 2 * BLOCK * 2 * 16 * 4  # keys and values, slots, heads, elements, bytes
@@ -150,7 +153,10 @@ def test_locally_cached_blocks_are_not_transferred_again(
 def test_a_window_that_the_producer_has_freed_is_recomputed(
     make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
-    """A producer that goes on generating frees blocks that the prompt's last token sees. The consumer recomputes."""
+    """A producer that goes on generating frees blocks that the prompt's last token sees.
+
+    The consumer recomputes.
+    """
     prefill, decode = make_pair("gemma3")
     params = _prefill(drive, prefill, PROMPT, num_tokens=30)
     _decode(drive, prefill, decode, PROMPT, params)
@@ -175,7 +181,9 @@ def _loading(node: Any) -> list[str]:
 def test_layers_of_different_sizes_are_one_group_that_keeps_everything(
     layout: str, make_pair: Any, drive: Any, assert_same: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The two kinds have blocks of different sizes and cannot share them, so windowed layers cannot free any."""
+    """The two kinds have blocks of different sizes and cannot share them, so windowed layers cannot
+    free any.
+    """
     prefill, decode = make_pair("gemma4", layout=layout)
     assert "all layers keep the whole sequence" in caplog.text
     last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))

@@ -26,7 +26,8 @@ TOKENIZERS: dict[str, PreTrainedTokenizerBase] = {
     "bytes": byte_tokenizer(),
     "SmolLM2": PreTrainedTokenizerFast(tokenizer_file=str(default_model_folder() / "tokenizer.json")),  # type: ignore[no-untyped-call]
 }
-#: Much of what makes trouble: characters of one to four bytes, joined emoji, marks that combine, and U+FFFD itself.
+#: Much of what makes trouble: characters of one to four bytes, joined emoji, marks that combine, and U+FFFD
+#: itself.
 TEXTS = st.text(
     alphabet=st.sampled_from("ab .\n\u00e9\u00df\u4e2d\U0001f6a2\U0001f1e9\u200d\u0301\ufffd\u05d0"),
     min_size=1,

@@ -35,7 +35,10 @@ def copy(tmp_path: Path, model: Path) -> Path:
 
 @pytest.fixture
 def hand_over(make_node: Any, drive: Any, model: Path, copy: Path) -> Callable[[int], Any]:
-    """Hand prompts over from a node with the model to a node with the copy. Returns the last output of each."""
+    """Hand prompts over from a node with the model to a node with the copy.
+
+    Returns the last output of each.
+    """
     nodes: list[Any] = []
 
     def ask(seed: int) -> Any:

@@ -1,4 +1,6 @@
-"""An answer that one engine stops goes on at another one, which loads its cache: token by token and score by score one engine's."""
+"""An answer that one engine stops goes on at another one, which loads its cache: token by token and score by
+score one engine's.
+"""
 
 from __future__ import annotations
 

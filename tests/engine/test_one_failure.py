@@ -363,7 +363,8 @@ def no_more_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# -- what the engine does not survive --------------------------------------------------------------------------
+# -- what the engine does not survive
+# --------------------------------------------------------------------------
 
 
 def block_manager(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +402,9 @@ async def test_an_engine_that_cannot_continue_tells_every_request_why_and_then_i
 async def test_an_engine_ends_after_too_many_failed_requests_in_a_row(
     engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's own check passes, but no request can be computed, so the engine must not count as healthy."""
+    """The model's own check passes, but no request can be computed, so the engine must not count as
+    healthy.
+    """
 
     def raising(*arguments: Any) -> Any:
         raise Boom

@@ -1,4 +1,6 @@
-"""A model over several worker processes: it gives the tokens of one process, and no process outlives the others."""
+"""A model over several worker processes: it gives the tokens of one process, and no process outlives the
+others.
+"""
 
 from __future__ import annotations
 

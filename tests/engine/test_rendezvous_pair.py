@@ -1,4 +1,6 @@
-"""Both nodes are asked at once: the answer is that of one node, and whatever goes wrong ends as the policy says."""
+"""Both nodes are asked at once: the answer is that of one node, and whatever goes wrong ends as the policy
+says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The scheduler with a scripted connector and without a model: which requests run, and which blocks they hold."""
+"""The scheduler with a scripted connector and without a model: which requests run, and which blocks they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ BLOCK = 4
 
 
 class ScriptedConnector(SchedulerHalf):
-    """Answers as the test says: `loads` by request id, `offers` for finished requests that keep their blocks."""
+    """Answers as the test says: `loads` by request id, `offers` for finished requests that keep their
+    blocks.
+    """
 
     def __init__(self) -> None:
         self.loads: dict[str, tuple[int | None, bool]] = {}
@@ -144,7 +148,8 @@ def test_short_prompts_do_not_wait_for_a_long_one(node: Node) -> None:
     node.add("another", _tokens(50, 200))
     for name, start in (("a", 300), ("b", 310), ("c", 320)):
         node.add(name, _tokens(3, start))
-    # A quarter of the step is for those that fit into it whole, one after the other. The long ones have the rest.
+    # A quarter of the step is for those that fit into it whole, one after the other. The long ones have the
+    # rest.
     assert node.scheduled() == {"a": 3, "long": 13}
     assert node.scheduled() == {"a": 1, "b": 3, "long": 12}
     assert node.scheduled() == {"a": 1, "b": 1, "c": 3, "long": 11}

@@ -1,4 +1,6 @@
-"""Which part of a model each rank keeps, which models cannot be sharded, and what is sent between the processes."""
+"""Which part of a model each rank keeps, which models cannot be sharded, and what is sent between the
+processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Folders without a usable model are refused with the reason, and different models get different identities."""
+"""Folders without a usable model are refused with the reason, and different models get different
+identities.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ def prompt(*parts: tuple[int, int]) -> Sequence[int]:
 
 
 def answer(node: ModelFreeNode, request: Request, **more: Any) -> int:
-    """Run a request to its end, and until the store has released its blocks; return how many tokens were loaded."""
+    """Run a request to its end, and until the store has released its blocks; return how many tokens were
+    loaded.
+    """
     node.add(request, **more)
     node.step_until(lambda: not node.is_busy)
     assert sorted(node.pool.free_blocks) == list(range(1, SHAPE.num_blocks))

@@ -1,4 +1,6 @@
-"""The block store's thread, its bounds and its eviction; `test_stores` has what it shares with the other stores."""
+"""The block store's thread, its bounds and its eviction; `test_stores` has what it shares with the other
+stores.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def room_for(num_blocks: int) -> float:
 
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch, method: str) -> Iterator[threading.Event]:
-    """Keep every thread from beginning a method of the worker half. Yields what is set as soon as one waits there."""
+    """Keep every thread from beginning a method of the worker half.
+
+    Yields what is set as soon as one waits there.
+    """
     may_go_on, waits = threading.Event(), threading.Event()
     original = getattr(BlockStoreWorker, method)
 

@@ -17,7 +17,9 @@ KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)
 
 
 def single_node(prompt: object, max_tokens: int) -> Expectation:
-    """Answer for a single node: after 7, tokens 8 and 6 have the same logit; after 7 and 6, the next token is 5."""
+    """Answer for a single node: after 7, tokens 8 and 6 have the same logit; after 7 and 6, the next token is
+    5.
+    """
     is_second = prompt == (1, 7, 6)
     return Expectation((), (5,) if is_second else (), [(8, 1.0), (6, 1.0)] if prompt == (1, 7) else [])
 

@@ -1,4 +1,6 @@
-"""The simplest store waits for a save, and no longer than that; `test_stores` has what it shares with the other stores."""
+"""The simplest store waits for a save, and no longer than that; `test_stores` has what it shares with the
+other stores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a launcher reports about a process that ended by itself, that it ends the others quickly, and servers of others."""
+"""What a launcher reports about a process that ended by itself, that it ends the others quickly, and servers
+of others.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ import pytest
 from kvferry.lab.servers import Child, LaunchedProcess, Launcher, LaunchError, free_port
 from tests.support.client import wait_until
 
-#: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of several ways.
+#: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of
+#: several ways.
 SCRIPT = """
 import os, signal, socket, sys, time
 link = socket.socket(fileno=int(sys.argv[2]))
@@ -89,7 +92,9 @@ def test_a_launcher_does_not_wait_for_a_process_that_would_finish_its_answers_fi
 
 
 def test_a_signal_while_a_process_is_being_started_leaves_no_process_behind() -> None:
-    """The handler of the signal raises, as it does after Ctrl-C, when the process exists and nobody knows it yet."""
+    """The handler of the signal raises, as it does after Ctrl-C, when the process exists and nobody knows it
+    yet.
+    """
     started: list[Child] = []
 
     def spawn_interrupted(script: str, arguments: Sequence[str], log: int, link: int) -> Child:

@@ -1,4 +1,6 @@
-"""The layer-wise store: what a step saves and what it waits for; `test_stores` has what it shares with the other stores."""
+"""The layer-wise store: what a step saves and what it waits for; `test_stores` has what it shares with the
+other stores.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ def test_what_a_step_computed_from_a_failed_load_is_not_saved(tmp_path: Path) ->
 
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch, last_layer: int) -> Iterator[threading.Event]:
-    """Keep the thread from reading layers after `last_layer` inside the block. Setting what it yields lets it go on."""
+    """Keep the thread from reading layers after `last_layer` inside the block.
+
+    Setting what it yields lets it go on.
+    """
     read, may_go_on = LayerStoreWorker._read, threading.Event()
 
     def wait(self: LayerStoreWorker, paths: Sequence[Path], layer: int) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Metrics: declared once, the same for every host, named by Prometheus' conventions, and listed in `docs/observing.md`."""
+"""Metrics: declared once, the same for every host, named by Prometheus' conventions, and listed in
+`docs/observing.md`.
+"""
 
 from __future__ import annotations
 

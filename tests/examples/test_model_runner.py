@@ -1,4 +1,6 @@
-"""`examples/model_runner.py` hands over a real cache between two nodes of one process; `docs/embedding.md` explains it."""
+"""`examples/model_runner.py` hands over a real cache between two nodes of one process; `docs/embedding.md`
+explains it.
+"""
 
 from __future__ import annotations
 

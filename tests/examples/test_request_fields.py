@@ -1,4 +1,7 @@
-"""A reference node serves each field of a request, or refuses it by its name. It drops none that would change the answer."""
+"""A reference node serves each field of a request, or refuses it by its name.
+
+It drops none that would change the answer.
+"""
 
 from __future__ import annotations
 

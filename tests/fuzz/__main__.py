@@ -2,8 +2,9 @@
 
     python -m tests.fuzz [--inputs N] [DECODER ...]
 
-Each decoder runs in a process of its own, begins with its saved corpus, and leaves what it finds in `build/fuzz/DECODER`. An
-input that breaks a promise is written there as well, and its bytes are printed. Atheris must be importable.
+Each decoder runs in a process of its own, begins with its saved corpus, and leaves what it finds in
+`build/fuzz/DECODER`. An input that breaks a promise is written there as well, and its bytes are printed.
+Atheris must be importable.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Everything that reads bytes of a stranger, in one table, each with the errors that it promises.
 
-A decoder may refuse its input with one of these errors. Any other exception, a hang or much memory is a defect.
+A decoder may refuse its input with one of these errors. Any other exception, a hang or much memory is a
+defect.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _framed(decode: Callable[[int, bytes], object]) -> Callable[[bytes], object]
 
 
 def _zeromq(data: bytes) -> object:
-    # The first byte says where the head ends. Its sum is right, because otherwise nothing else would be tried: that of the
-    # head alone in a slice, the first byte of which is 4, and of all bytes otherwise.
+    # The first byte says where the head ends. Its sum is right, because otherwise nothing else would be
+    # tried: that of the head alone in a slice, the first byte of which is 4, and of all bytes otherwise.
     length = data[0] % 64 if data else 0
     head, body = data[1 : 1 + length], data[1 + length :]
     summed = head if head[:1] == b"\x04" else head + body

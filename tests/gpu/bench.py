@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:. python -m tests.gpu.bench [--seconds N] [--place cuda:0] [--only TEXT ...]
 
-Beside kvferry's transports there are plain copies within the GPU, from it and to it, and plain sockets: staged as
-kvferry stages, and between pools in main memory. Contenders that cannot work here are left out, with the reason.
-`--place stand-in` rehearses all of it without a GPU; its figures mean nothing.
+Beside kvferry's transports there are plain copies within the GPU, from it and to it, and plain sockets:
+staged as kvferry stages, and between pools in main memory. Contenders that cannot work here are left out,
+with the reason. `--place stand-in` rehearses all of it without a GPU; its figures mean nothing.
 """
 
 from __future__ import annotations

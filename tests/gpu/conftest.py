@@ -1,8 +1,8 @@
 """Fixtures of the tests on a GPU.
 
-Without a GPU they are skipped. With `KVFERRY_REHEARSE_GPU=1` those that need no kernels of a GPU are rehearsed instead:
-pools are in the memory of a stand-in for CUDA's driver, and what PyTorch computes is computed on the CPU. Tests that are
-marked `rehearsed` do so always, which keeps the rehearsal itself working.
+Without a GPU they are skipped. With `KVFERRY_REHEARSE_GPU=1` those that need no kernels of a GPU are
+rehearsed instead: pools are in the memory of a stand-in for CUDA's driver, and what PyTorch computes is
+computed on the CPU. Tests that are marked `rehearsed` do so always, which keeps the rehearsal itself working.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check for leaks in a rehearsal only: CUDA and its libraries open descriptors at any first use, and keep them."""
+    """Check for leaks in a rehearsal only: CUDA and its libraries open descriptors at any first use, and keep
+    them.
+    """
     leaks = None if HAS_GPU else Leaks()
     yield
     if leaks is not None:
@@ -59,14 +61,20 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _context_stays() -> None:
-    """Have PyTorch hold the GPU's context, as in an engine. Otherwise each test would make and destroy one."""
+    """Have PyTorch hold the GPU's context, as in an engine.
+
+    Otherwise each test would make and destroy one.
+    """
     if HAS_GPU:
         torch.zeros(1, device="cuda")
 
 
 @pytest.fixture(scope="module")
 def gpu_place() -> str:
-    """Where a pool on a GPU is; see `tests/support/gpu_memory.py`. A test that makes one here needs `gpu_driver` as well."""
+    """Where a pool on a GPU is; see `tests/support/gpu_memory.py`.
+
+    A test that makes one here needs `gpu_driver` as well.
+    """
     return "cuda:0" if HAS_GPU else "stand-in"
 
 

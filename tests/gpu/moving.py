@@ -1,7 +1,7 @@
 """Contenders whose pools are on a GPU: plain copies, plain sockets with staging, and kvferry's transports.
 
-A setup's options are `reader` and `owner`, the places of the pools (see `tests/support/gpu_memory.py`), and for kvferry's
-transports `scheme` and `transport`, its options.
+A setup's options are `reader` and `owner`, the places of the pools (see `tests/support/gpu_memory.py`), and
+for kvferry's transports `scheme` and `transport`, its options.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def own_nothing(setup: Setup, reader: Connection) -> None:
 
 
 class CopyReader(GpuReader):
-    """One `cuMemcpyAsync` of all bytes in one run, between a pool on the GPU and another one, or pinned memory.
+    """One `cuMemcpyAsync` of all bytes in one run, between a pool on the GPU and another one, or pinned
+    memory.
 
     The option `direction` is `within`, `from` or `to` the GPU.
     """

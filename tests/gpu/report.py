@@ -2,9 +2,10 @@
 
     python tests/gpu/report.py [--output build/gpu.md] [--seconds 480] [--only TEXT ...]
 
-It needs one CUDA device and no network, and runs from a checkout without installing the project: it compiles the C part
-with `gcc` if that is missing, and puts `src` on `PYTHONPATH`. Each step has a time limit, and some time is kept for each
-step after it. The page is written after each step. The exit status is 1 if a step failed.
+It needs one CUDA device and no network, and runs from a checkout without installing the project: it compiles
+the C part with `gcc` if that is missing, and puts `src` on `PYTHONPATH`. Each step has a time limit, and some
+time is kept for each step after it. The page is written after each step. The exit status is 1 if a step
+failed.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ PACKAGES = (
     "flashinfer-python",
     "pyzmq",
 )
-#: A model whose cache is as large per token as that of Llama 3.2 1B, 32 KiB, and whose weights are a fifth of that
-#: model's. Its tokens are bytes.
+#: A model whose cache is as large per token as that of Llama 3.2 1B, 32 KiB, and whose weights are a fifth of
+#: that model's. Its tokens are bytes.
 DEMO_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -101,8 +102,8 @@ def steps(device: str, folder: Path) -> list[Step]:
 
     def tests(name: str, *files: str, at_most_s: float, kept_s: float) -> Step:
         paths = [f"tests/gpu/{file}" for file in files]
-        # A warning of another version of a library is no failure here. Without pytest-asyncio, which no test of these
-        # needs, the options for it in pyproject.toml cause warnings, too.
+        # A warning of another version of a library is no failure here. Without pytest-asyncio, which no test
+        # of these needs, the options for it in pyproject.toml cause warnings, too.
         options = ["-m", "", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
         options += ["-o", "timeout=60", "-o", "junit_family=xunit1"]
         report = f"--junitxml={folder / name.replace(' ', '-')}.xml"
@@ -296,7 +297,8 @@ def main() -> int:
         if any(name.startswith("demo") for name in names):
             names.add(MAKE_MODEL)
         wanted = [step for step in found if step.name in names or step.name == COMPILE]
-        # With little time for everything, each step is kept its share of it, so that the first ones run as well.
+        # With little time for everything, each step is kept its share of it, so that the first ones run as
+        # well.
         share = min(1.0, 0.9 * arguments.seconds / sum(step.kept_s for step in wanted))
         for index, step in enumerate(wanted):
             kept_s = factor * share * sum(later.kept_s for later in wanted[index + 1 :])

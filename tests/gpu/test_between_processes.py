@@ -1,4 +1,6 @@
-"""Pools of two processes, on a GPU or in main memory, over each transport: bytes, layouts, and both directions."""
+"""Pools of two processes, on a GPU or in main memory, over each transport: bytes, layouts, and both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ LAYOUTS = {"uniform": (1 << 20, 3), "per-layer": (16 << 10, 200)}
 
 
 def pairs_of(layout: str, seed: int) -> RegionPairs:
-    """Choose different blocks on both sides. The last region of each segment is shorter, and its size is odd."""
+    """Choose different blocks on both sides.
+
+    The last region of each segment is shorter, and its size is odd.
+    """
     size, count = LAYOUTS[layout]
     random = np.random.default_rng(seed)
     rows = []

@@ -1,4 +1,6 @@
-"""The pool's layouts in GPU memory: where the bytes of a block lie, and that attention reads what was written."""
+"""The pool's layouts in GPU memory: where the bytes of a block lie, and that attention reads what was
+written.
+"""
 
 from __future__ import annotations
 

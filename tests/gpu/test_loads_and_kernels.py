@@ -1,4 +1,6 @@
-"""Loads while the GPU computes: nothing is read before it was computed, nothing is written that is still in use."""
+"""Loads while the GPU computes: nothing is read before it was computed, nothing is written that is still in
+use.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ OTHERS = [block for block in range(SHAPE.num_blocks) if block not in LOADED]
 def test_a_load_never_races_a_forward_pass(
     scheme: str, layout: Layout, torch_device: torch.device, start_child: StartChild, record_property: Any
 ) -> None:
-    """The producer still computes the offered blocks, and this process still reads the blocks that it loads into."""
+    """The producer still computes the offered blocks, and this process still reads the blocks that it loads
+    into.
+    """
     _, told = start_child("offer.py", str(torch_device), scheme, layout)
     try:
         worker, cache = make_worker("consumer", scheme, layout, torch_device)

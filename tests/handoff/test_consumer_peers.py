@@ -1,4 +1,6 @@
-"""A consumer with peers that fail, are incompatible or lie, and with an engine whose orders come in a wrong order."""
+"""A consumer with peers that fail, are incompatible or lie, and with an engine whose orders come in a wrong
+order.
+"""
 
 from __future__ import annotations
 
@@ -415,7 +417,9 @@ def test_a_rank_that_answers_after_the_load_has_failed_is_released(
 def test_a_rank_that_was_not_claimed_yet_is_released_if_another_one_was_restarted(
     consumer: ConsumerProtocol, welcome: Welcome
 ) -> None:
-    """It would hold the blocks until the lease ends, and a release of a rank that has not claimed is ignored."""
+    """It would hold the blocks until the lease ends, and a release of a rank that has not claimed is
+    ignored.
+    """
     consumer.claim("first", BY_TWO, 0.0)
     for address, peer, epoch in ((ADDRESS, PEER, 23), (LATE, LATE_PEER, welcome.epoch)):
         consumer.connecting(address, peer, 0.0)

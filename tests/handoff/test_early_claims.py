@@ -1,4 +1,6 @@
-"""Claims and releases that reach a producer before it makes the offer wait for as long as the request is known."""
+"""Claims and releases that reach a producer before it makes the offer wait for as long as the request is
+known.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,10 @@ def test_an_early_claim_is_granted_when_the_offer_is_opened(announced: ProducerP
 def test_an_early_claim_waits_for_as_long_as_its_request_is_known(
     announced: ProducerProtocol, config: HandoffConfig
 ) -> None:
-    """The prompt takes an hour to compute. The producer tells the consumer often enough that it should keep waiting."""
+    """The prompt takes an hour to compute.
+
+    The producer tells the consumer often enough that it should keep waiting.
+    """
     parked(announced)
     now = 0.0
     while now < 3600.0:

@@ -1,4 +1,6 @@
-"""The protocol keeps its promises in every state that two or three nodes can reach, and the explorer finds what breaks them."""
+"""The protocol keeps its promises in every state that two or three nodes can reach, and the explorer finds
+what breaks them.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def test_a_message_is_dropped() -> None:
 
 
 def test_two_statements_are_swapped() -> None:
-    # Neither the text, nor what is only for the log and a statement after it, is left out: order may matter to both.
+    # Neither the text, nor what is only for the log and a statement after it, is left out: order may matter
+    # to both.
     assert changed("swap") == {"self.end()", "actions += [Send(1), *self.more(), rest]"}
 
 

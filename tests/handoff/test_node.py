@@ -1,4 +1,6 @@
-"""A peer's messages reach the protocol that they concern, and a peer that misbehaves is dropped by both protocols."""
+"""A peer's messages reach the protocol that they concern, and a peer that misbehaves is dropped by both
+protocols.
+"""
 
 from __future__ import annotations
 

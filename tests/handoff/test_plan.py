@@ -122,7 +122,10 @@ NUM_BLOCKS = 6
 
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
-    """Draw layers of two groups. Each cache is a view with its own stride order, or all are one block-major buffer."""
+    """Draw layers of two groups.
+
+    Each cache is a view with its own stride order, or all are one block-major buffer.
+    """
     names = draw(st.permutations(NAMES))
     order = draw(st.permutations(range(5)))
     physical = np.empty([(NUM_BLOCKS, *PAGE_SHAPE)[axis] for axis in order], dtype=np.int8)

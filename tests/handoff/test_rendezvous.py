@@ -1,4 +1,6 @@
-"""A claim by a name that a router drew may come before the request, waits for it within bounds, and is then as any claim."""
+"""A claim by a name that a router drew may come before the request, waits for it within bounds, and is then
+as any claim.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nodes of different shapes: every needed byte comes from the same vector of the producer, and no other byte moves."""
+"""Nodes of different shapes: every needed byte comes from the same vector of the producer, and no other byte
+moves.
+"""
 
 from __future__ import annotations
 
@@ -275,8 +277,8 @@ TWO_FROM_FOUR = tables_of(0, [1, 2], range(11, 15))
 THREE_FROM_TWO = tables_of(1, range(1, 4), [11, 12])  # the first four tokens are already cached
 
 
-# A page of 4 layers is 4 * 2 runs of keys or values. If the last run of a page and the first one of the next page are
-# adjacent on both sides, they are merged: hence the subtractions.
+# A page of 4 layers is 4 * 2 runs of keys or values. If the last run of a page and the first one of the next
+# page are adjacent on both sides, they are merged: hence the subtractions.
 @pytest.mark.parametrize(
     ("ours", "our_tp", "theirs", "their_tp", "blocks", "num_tokens", "num_regions"),
     [
@@ -379,7 +381,9 @@ def test_opaque_pages_are_transferred_whole_from_the_rank_with_the_same_shard() 
 
 
 def rank_with_packed_heads(shard: Shard, *, block_size: int = 4, seed: int = 0) -> Rank:
-    """Two layers, each as (block, head, slot, byte); the engine keeps the slots of a block in an order of its own."""
+    """Two layers, each as (block, head, slot, byte); the engine keeps the slots of a block in an order of its
+    own.
+    """
     shape = (2, 8, shard.num, block_size, 6)
     pool = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)), dtype=np.uint8)
     views = dict(zip(("layers.0", "layers.1"), pool.reshape(shape), strict=True))

@@ -1,4 +1,7 @@
-"""Each head of each layer comes from exactly one rank. Layouts that cannot be paired are refused by field name."""
+"""Each head of each layer comes from exactly one rank.
+
+Layouts that cannot be paired are refused by field name.
+"""
 
 from __future__ import annotations
 

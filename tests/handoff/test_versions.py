@@ -133,7 +133,9 @@ class Sides:
 
 @pytest.mark.parametrize("tag", FIELDS)
 def test_the_fields_of_a_version_never_change(tag: str) -> None:
-    """A field that is added needs the next version and a `Since`; one that is removed, a new `OLDEST_VERSION`."""
+    """A field that is added needs the next version and a `Since`; one that is removed, a new
+    `OLDEST_VERSION`.
+    """
     message, names = FIELDS[tag]
     assert set(msgpack.unpackb(encode(message))[1]) == names
     assert decode(encode(message)) == message
@@ -211,7 +213,8 @@ def test_strangers_name_both_versions_and_which_side_to_upgrade(
     assert isinstance(sides.error, VersionMismatchError)
     assert text in str(sides.error)
     assert sides.error.oldest == consumer[0]
-    # The producer keeps its offer: another consumer may take it. The peer that never said a hello it knows is dropped.
+    # The producer keeps its offer: another consumer may take it. The peer that never said a hello it knows is
+    # dropped.
     assert sides.producer.producer.num_offers == 1
     assert sides.producer.advance(config.connect_timeout_s) == [Disconnect(PEER)]
 

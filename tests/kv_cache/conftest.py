@@ -1,4 +1,6 @@
-"""Requests like an engine's, small specs, and a fixture that restores the process's hash seed after each test."""
+"""Requests like an engine's, small specs, and a fixture that restores the process's hash seed after each
+test.
+"""
 
 from __future__ import annotations
 

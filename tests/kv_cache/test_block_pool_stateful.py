@@ -36,7 +36,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return Counter(i for ids in self.tables + self.transfers for i in ids)
 
     def release(self, ids: list[int]) -> None:
-        """Free the blocks that nothing else holds after a table or transfer left the model, uncached blocks first."""
+        """Free the blocks that nothing else holds after a table or transfer left the model, uncached blocks
+        first.
+        """
         left = self.holders() + Counter(ids)
         freed = []
         for i in ids:
@@ -123,7 +125,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(block_id=st.integers(1, NUM_BLOCKS - 1))
     def misuse(self, block_id: int) -> None:
-        """Freeing a block that no table holds, or unpinning one that no transfer holds, is refused without effect."""
+        """Freeing a block that no table holds, or unpinning one that no transfer holds, is refused without
+        effect.
+        """
         if not any(block_id in ids for ids in self.tables):
             with pytest.raises(KVTransferStateError):
                 self.pool.free_blocks(self.blocks([block_id]))

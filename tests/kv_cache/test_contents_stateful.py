@@ -1,7 +1,7 @@
 """Random schedules for the whole manager, with a model of its memory: no query ever sees a wrong token.
 
-For each slot that was written, the model knows which token of which prefix it holds. Every step checks all slots
-that its queries see. A transfer checks that the blocks that it holds do not change.
+For each slot that was written, the model knows which token of which prefix it holds. Every step checks all
+slots that its queries see. A transfer checks that the blocks that it holds do not change.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def test_a_hole_in_the_window_shortens_the_hit(
     manager = make_manager(20, windowed(8))
     compute(manager, make_request("a", [1] * 20))
     manager.invalidate_blocks([4])
-    # A prefix of 20 or 16 tokens would need block 3, whose contents are lost. One of 12 needs only blocks 1 and 2.
+    # A prefix of 20 or 16 tokens would need block 3, whose contents are lost. One of 12 needs only blocks 1
+    # and 2.
     assert manager.get_computed_blocks(make_request("b", [1] * 21))[1] == 12
 
 

@@ -1,8 +1,8 @@
 """Two hosts in miniature: network namespaces, the links between them, and faults of these links.
 
 Each host is a network namespace with its own address on its loopback interface, `10.79.0.1` and `10.79.0.2`.
-There are two links between them, and a route selects one: a veth pair with a limited rate, which can be cut and
-repaired, and a pair of TUN interfaces with a relay in this process, which delays and loses packets.
+There are two links between them, and a route selects one: a veth pair with a limited rate, which can be cut
+and repaired, and a pair of TUN interfaces with a relay in this process, which delays and loses packets.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Network:
     def _let_ucx_use_lo(self, host: str) -> None:
         """Make UCX use the host's own address.
 
-        UCX takes the first address of a device, and only if the device has a route to the other host. So add such a
-        route, with a metric that keeps it unused.
+        UCX takes the first address of a device, and only if the device has a route to the other host. So add
+        such a route, with a metric that keeps it unused.
         """
         for change in (
             ("addr", "del", "127.0.0.1/8"),

@@ -1,7 +1,8 @@
-"""How long a transport takes, with its default options, to notice that a link is cut in the middle of a handoff, and how long to
-hand over again after the link is mended. NIXL alone is measured beside it.
+"""How long a transport takes, with its default options, to notice that a link is cut in the middle of a
+handoff, and how long to hand over again after the link is mended. NIXL alone is measured beside it.
 
-The times are printed (`-s`); `docs/reliability.md` has them. Asserted is only that a load ends, and that the pair heals.
+The times are printed (`-s`); `docs/reliability.md` has them. Asserted is only that a load ends, and that the
+pair heals.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ MAX_TOKENS = 6
 #: Seconds to recover. A connection attempt to a lost host takes 5 s, in addition to the lease.
 MISSED_S = 30.0
 
-#: What a router does about a lost host is tested in `tests/routing`; that hosts are lost, in `test_two_hosts`.
+#: What a router does about a lost host is tested in `tests/routing`; that hosts are lost, in
+#: `test_two_hosts`.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 
@@ -64,7 +65,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Town:
-    """A prefill node on the host `p`. On the host `d`: another one, the decode node, the router, and a single node."""
+    """A prefill node on the host `p`.
+
+    On the host `d`: another one, the decode node, the router, and a single node.
+    """
 
     p: Host
     d: Host
@@ -166,7 +170,8 @@ def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: P
         network.mend()
         wait_until(made.sees_far_node, MISSED_S)
         before = num_prompts_of(made, made.far)
-        # On a busy machine a node may be late for a health check again, and then the other one gets its prompts.
+        # On a busy machine a node may be late for a health check again, and then the other one gets its
+        # prompts.
         wait_until(
             lambda: bool(made.ask(prompts[9:11])) and num_prompts_of(made, made.far) > before, MISSED_S
         )

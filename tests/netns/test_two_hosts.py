@@ -121,10 +121,12 @@ class Pair:
         self.assert_whole()
 
     def assert_recovers(self) -> None:
-        """Check that the next handoff over the repaired link succeeds, or the one after it if the machine is too busy.
+        """Check that the next handoff over the repaired link succeeds, or the one after it if the machine is
+        too busy.
 
-        Both nodes have dropped the old connection: the load failed on the decode node, and the prefill node freed its
-        blocks. So if a handoff fails now, its new connection must have been silent for the peer timeout.
+        Both nodes have dropped the old connection: the load failed on the decode node, and the prefill node
+        freed its blocks. So if a handoff fails now, its new connection must have been silent for the peer
+        timeout.
         """
         began = time.monotonic()
         request_id, expected = self.start_load()
@@ -167,7 +169,10 @@ def zeromq_options(network: Any, host: str, folder: Path) -> dict[str, Any]:
 
 
 def ucx_options(network: Any, host: str, folder: Path) -> dict[str, Any]:
-    """Return the options of a node. UCX neither encrypts nor authenticates. The host's own address is on `lo`."""
+    """Return the options of a node.
+
+    UCX neither encrypts nor authenticates. The host's own address is on `lo`.
+    """
     return {
         "bind_host": network.address[host],
         "allow_plaintext": True,

@@ -216,7 +216,9 @@ def _names_in(path: Path) -> frozenset[str]:
 
 @functools.cache
 def _tests_in(path: Path) -> frozenset[str]:
-    """Return a file's tests: functions, methods as `Class::method` (inherited ones too), and state machines."""
+    """Return a file's tests: functions, methods as `Class::method` (inherited ones too), and state
+    machines.
+    """
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):

@@ -108,7 +108,9 @@ RELEASING = {ROOT / "tools" / "release" / "build.sh", ROOT / "docs" / "releasing
 
 
 def test_nothing_tells_anyone_to_install_kvferry_by_its_name() -> None:
-    """No index has a release yet: whoever registered the name would get to run code at every reader's machine."""
+    """No index has a release yet: whoever registered the name would get to run code at every reader's
+    machine.
+    """
     by_name = re.compile(
         r"\b(?:pip|pipx|uv|poetry)\d? (?:pip )?(?:tool )?(?:install|add|download|wheel)\b[^\n`#|&;]*?"
         r"(?<![\w./-])kvferry(?![\w/-]|\.whl)"
@@ -147,7 +149,10 @@ def test_the_design_and_the_page_to_choose_from_have_every_transport() -> None:
 
 
 def test_one_page_says_what_has_run_on_gpus() -> None:
-    """Where several said it, they contradicted each other after the first run. The changelog tells history."""
+    """Where several said it, they contradicted each other after the first run.
+
+    The changelog tells history.
+    """
     known = r"(never|\bnot|un)[- ]?(been )?(run|ran|tried|tested)\b"
     status = re.compile(
         rf"{known}[^.|]*\bon (an? |two )?GPUs?\b|\bGPUs?\b[^.|]*{known}|\b(ran|run) on (an H|one GPU)"

@@ -19,7 +19,9 @@ FOLDERS = (*PACKAGES, "src", "examples", "tests")
 
 
 def _only_imports(source: str) -> str:
-    """Return a file's imports, wherever they stand: pyright resolves these in seconds, all of the code in a minute."""
+    """Return a file's imports, wherever they stand: pyright resolves these in seconds, all of the code in a
+    minute.
+    """
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     return "\n".join(ast.unparse(node) for node in found)
 

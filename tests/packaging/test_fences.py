@@ -1,8 +1,9 @@
 """Every fenced block of the documents that a reader would run or save is given to what would read it.
 
-Commands are parsed by the real parsers, JSON and TOML by the code that reads such a file, Python is compiled and its imports
-of kvferry are resolved. A block that cannot be checked says why on the line above it: `<!-- not run: REASON -->`. Some pages
-have tests of their own that also execute their Python: `test_documents`, `test_writing_a_transport`.
+Commands are parsed by the real parsers, JSON and TOML by the code that reads such a file, Python is compiled
+and its imports of kvferry are resolved. A block that cannot be checked says why on the line above it: `<!--
+not run: REASON -->`. Some pages have tests of their own that also execute their Python: `test_documents`,
+`test_writing_a_transport`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ MARKER = re.compile(r"<!-- not run: (?P<reason>.{10,}) -->\n *$")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 
-#: Programs of others. Of their commands only the quotes, and the files of this repository that they name, are checked.
+#: Programs of others. Of their commands only the quotes, and the files of this repository that they name, are
+#: checked.
 OTHERS = frozenset(
     [
         "cd",

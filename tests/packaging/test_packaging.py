@@ -87,13 +87,17 @@ def test_importing_transports_does_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_installing_kvferry_brings_small_packages_only() -> None:
-    """PyTorch alone is gigabytes, and which of its builds is right is for the user to say (docs/decisions/0020)."""
+    """PyTorch alone is gigabytes, and which of its builds is right is for the user to say
+    (docs/decisions/0020).
+    """
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {line.partition(">=")[0] for line in requirements} == {"msgpack", "numpy", "pyzmq", "xxhash"}
 
 
 def test_transports_and_connectors_import_without_torch(tmp_path: Path) -> None:
-    """Every module but those that need tensors, vLLM or Ray; `None` in `sys.modules` makes an import of torch fail."""
+    """Every module but those that need tensors, vLLM or Ray; `None` in `sys.modules` makes an import of torch
+    fail.
+    """
     code = (
         "import importlib, pkgutil, sys\n"
         "sys.modules['torch'] = None\n"

@@ -1,4 +1,6 @@
-"""The documentation site: its reference pages are what the code says, it has every page, and it fetches nothing."""
+"""The documentation site: its reference pages are what the code says, it has every page, and it fetches
+nothing.
+"""
 
 from __future__ import annotations
 

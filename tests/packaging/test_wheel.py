@@ -1,4 +1,6 @@
-"""What is published: the sdist gives a wheel that works with its dependencies alone, and that wins over a clone."""
+"""What is published: the sdist gives a wheel that works with its dependencies alone, and that wins over a
+clone.
+"""
 
 from __future__ import annotations
 

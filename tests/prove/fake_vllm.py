@@ -1,6 +1,8 @@
-"""A pair of HTTP servers that answer like vLLM with a connector, and have the faults that `kvferry prove` must find.
+"""A pair of HTTP servers that answer like vLLM with a connector, and have the faults that `kvferry prove`
+must find.
 
-The model is a hash of the prompt. What a prefill server has computed is in a dictionary that both servers see.
+The model is a hash of the prompt. What a prefill server has computed is in a dictionary that both servers
+see.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-#: `checks` compares the prompt with what was computed; `trusts` does not; the others check, and have the fault that they name.
+#: `checks` compares the prompt with what was computed; `trusts` does not; the others check, and have the
+#: fault that they name.
 Behaviour = Literal["checks", "trusts", "leaks", "hangs", "dies"]
 #: A lease ends when the metrics of the prefill server have been read so often. So no test depends on time.
 LEASE_READS = 2
@@ -21,7 +24,9 @@ NUM_BLOCKS = 4
 
 
 class Store:
-    """What prefill servers have computed: name → prompt, and how many reads of metrics its lease still lasts."""
+    """What prefill servers have computed: name → prompt, and how many reads of metrics its lease
+    still lasts.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

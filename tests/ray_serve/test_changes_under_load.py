@@ -60,7 +60,10 @@ class Load:
 
 @contextmanager
 def load(serving: Serving) -> Iterator[Load]:
-    """Keep the pair busy inside the block. Afterwards every answer must have been right, and nothing may be left."""
+    """Keep the pair busy inside the block.
+
+    Afterwards every answer must have been right, and nothing may be left.
+    """
     asking = Load(serving.pair)
     asking.start()
     try:

@@ -20,7 +20,9 @@ def test_answers_are_those_of_one_engine(serving: Serving) -> None:
 
 
 def test_both_replicas_are_asked_at_once_when_they_know_each_other(serving: Serving) -> None:
-    """The cache crosses while the prompt is computed: a load lasts longer than what of it the answer waits for."""
+    """The cache crosses while the prompt is computed: a load lasts longer than what of it the answer waits
+    for.
+    """
     for prompt in islice(prompts(2, 900), 2):
         before = serving.load_seconds()
         assert serving.pair.ask(prompt) == serving.alone.ask(prompt)

@@ -1,6 +1,8 @@
-"""Bare NIXL over RDMA: a wire is cut in the middle of a READ, the reader lets go of it, and the wire is mended.
+"""Bare NIXL over RDMA: a wire is cut in the middle of a READ, the reader lets go of it, and the wire is
+mended.
 
-For each way to let go, prints how many bytes landed afterwards in the memory that the reader took for its own again:
+For each way to let go, prints how many bytes landed afterwards in the memory that the reader took for its own
+again:
 
     {"how": "release the handle", "late_bytes": 14680064, "seconds": 0.01}
 """

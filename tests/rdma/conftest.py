@@ -1,4 +1,7 @@
-"""What the tests over RDMA have in common. They run in the virtual machine of `make test-rdma`; see `guest_init`."""
+"""What the tests over RDMA have in common.
+
+They run in the virtual machine of `make test-rdma`; see `guest_init`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ class Wire:
             self._tc("replace", interface, "handle", handle, "netem", *netem, "limit", "100000")
 
     def limit(self) -> None:
-        """Let 5 MB/s pass, so that a test can act during a read, and the queue is shorter than a peer timeout."""
+        """Let 5 MB/s pass, so that a test can act during a read, and the queue is shorter than a peer
+        timeout.
+        """
         self.set("rate", "40mbit")
 
     def cut(self) -> None:

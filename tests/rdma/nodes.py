@@ -31,7 +31,8 @@ SETTINGS = {
     # Few bytes in flight, so that control frames do not wait behind them for long on a slow wire.
     "slice_bytes": 1 << 20,
     "window_slices": 2,
-    # A test that compares memory or changes the wire does not serve its node meanwhile, which takes seconds in the guest.
+    # A test that compares memory or changes the wire does not serve its node meanwhile, which takes seconds
+    # in the guest.
     "peer_timeout_s": 6.0,
 }
 #: Seconds for what happens at once on a machine that is not emulated.

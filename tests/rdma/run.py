@@ -1,10 +1,12 @@
-"""Run the tests over RDMA verbs in virtual machines, and write one Markdown page of results: `make test-rdma`.
+"""Run the tests over RDMA verbs in virtual machines, and write one Markdown page of results: `make
+test-rdma`.
 
     python tests/rdma/run.py [--output build/rdma.md] [--image FOLDER] [--seconds 840] [ucx] [nixl]
 
-The guests have soft-RoCE, so no RDMA hardware is needed; QEMU emulates them, so neither KVM nor root is. One guest per
-transport runs, both at the same time. Root is needed once, to build the image that both use (`make_image.sh`). If
-something is missing, this says what, and exits with 0. The exit status is 1 if a test failed or did not end in time.
+The guests have soft-RoCE, so no RDMA hardware is needed; QEMU emulates them, so neither KVM nor root is. One
+guest per transport runs, both at the same time. Root is needed once, to build the image that both use
+(`make_image.sh`). If something is missing, this says what, and exits with 0. The exit status is 1 if a test
+failed or did not end in time.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ TO_BUILD = {
 }
 BUILD_LIMIT_S = 1800.0
 
-#: What a guest has of this repository, and where. It is one archive, because reading many shared files takes long.
+#: What a guest has of this repository, and where. It is one archive, because reading many shared files takes
+#: long.
 CHECKOUT = {
     "pyproject.toml": "pyproject.toml",
     "src/kvferry/__init__.py": "src/kvferry/__init__.py",
@@ -138,7 +141,8 @@ def job(scheme: str, seconds: float) -> str:
     """Return what a guest runs, as a shell script. It takes at most `seconds`, from the guest's start."""
     lines = []
     if scheme == "ucx":
-        # NIXL's UCX; see make_image.sh. Without NIXL, nothing keeps its module for EFA from ending processes by SIGSEGV.
+        # NIXL's UCX; see make_image.sh. Without NIXL, nothing keeps its module for EFA from ending processes
+        # by SIGSEGV.
         lines.append("export LD_LIBRARY_PATH=/site/nixl_cu12.libs UCX_MODULES=^efa")
     for name, share in PARTS.values():
         # On SIGINT pytest still writes the results of the tests that have ended.

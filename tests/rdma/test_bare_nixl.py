@@ -1,4 +1,7 @@
-"""For comparison: how many bytes land with NIXL alone after a reader has let go of a read. Nothing is promised here."""
+"""For comparison: how many bytes land with NIXL alone after a reader has let go of a read.
+
+Nothing is promised here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ucx` and `nixl` keep the promises of a transport over RDMA verbs: those that bytes or the loss of a peer are part of."""
+"""`ucx` and `nixl` keep the promises of a transport over RDMA verbs: those that bytes or the loss of a peer
+are part of.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from tests.transports import test_nixl, test_ucx
 
 from .conftest import OWNER, READER, options_of
 
-#: Promises about what happens inside one node or on the control connection. The other suites check them, and the guest is
-#: slow.
+#: Promises about what happens inside one node or on the control connection. The other suites check them, and
+#: the guest is slow.
 LEFT_OUT = (
     "test_a_close_frees_its_address",
     "test_a_guard_table_takes_only_valid_words",
@@ -51,7 +53,10 @@ Create = Callable[[Mapping[str, object]], Transport]
 
 
 def creator(scheme: str) -> Create:
-    """Return what makes transports. They use the two devices in turn, so two nodes are connected by the wire."""
+    """Return what makes transports.
+
+    They use the two devices in turn, so two nodes are connected by the wire.
+    """
     devices = itertools.cycle((OWNER, READER))
 
     def create(options: Mapping[str, object]) -> Transport:

@@ -1,4 +1,5 @@
-"""Owners that die or freeze, and a wire that fails, over RDMA verbs: every read ends, with the right bytes or an error.
+"""Owners that die or freeze, and a wire that fails, over RDMA verbs: every read ends, with the right bytes or
+an error.
 
 No byte lands after the end of a read was reported. The report shows how many did (`late_bytes`).
 """
@@ -79,7 +80,10 @@ def test_an_owner_that_is_killed_ends_the_read(
 def test_an_owner_that_freezes_costs_a_read_or_nothing(
     scheme: str, owner: OwnerProcess, reader: Reader, wire: Wire, record_property: Record
 ) -> None:
-    """`nixl` reads a frozen owner, because the path is one-sided. With `ucx` the owner takes part in each slice."""
+    """`nixl` reads a frozen owner, because the path is one-sided.
+
+    With `ucx` the owner takes part in each slice.
+    """
     peer_id = reader.connect(owner)
     reader.assert_reads(peer_id)
     owner.signal(signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""What the page shows of the nodes of a request: which nodes the router asks, with what, and what it shows of their answers."""
+"""What the page shows of the nodes of a request: which nodes the router asks, with what, and what it shows of
+their answers.
+"""
 
 from __future__ import annotations
 

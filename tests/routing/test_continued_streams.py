@@ -52,7 +52,9 @@ class Server:
         return sent
 
     def _start(self, prompt: list[int]) -> list[int]:
-        """Return the end of a prompt with which vLLM primes its detokenizer: a few tokens that are whole characters."""
+        """Return the end of a prompt with which vLLM primes its detokenizer: a few tokens that are whole
+        characters.
+        """
         for size in range(4, min(len(prompt) + 1, 24)):
             if "\ufffd" not in self._tokenizer.decode(prompt[-size:]):
                 return prompt[-size:]
@@ -61,7 +63,10 @@ class Server:
     def stream(
         self, prompt: list[int], tokens: list[int], max_tokens: int, *, usage: bool, per_event: int = 0
     ) -> bytes:
-        """Write a stream. `per_event`: tokens per event, whose ids are asked for; 0: one, and they are not."""
+        """Write a stream.
+
+        `per_event`: tokens per event, whose ids are asked for; 0: one, and they are not.
+        """
         sent = self._pieces(prompt, tokens, max_tokens)
         size = per_event or 1
         pieces = [sent[at : at + size] for at in range(0, len(sent), size)]

@@ -1,4 +1,6 @@
-"""A decode node that drains stops its answers, and another one goes on: what both are asked, and what the client gets."""
+"""A decode node that drains stops its answers, and another one goes on: what both are asked, and what the
+client gets.
+"""
 
 from __future__ import annotations
 

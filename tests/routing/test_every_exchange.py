@@ -1,4 +1,6 @@
-"""A request's exchange keeps its promises in every state that it can reach, and the explorer finds what breaks them."""
+"""A request's exchange keeps its promises in every state that it can reach, and the explorer finds what
+breaks them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One request is one exchange: its table is that of the docs, and every order of events keeps its promises."""
+"""One request is one exchange: its table is that of the docs, and every order of events keeps its
+promises.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ INTENSITIES = (0.7, 1.0, 1.4)
 def arrivals(
     load: str, seed: int, intensity: float, costs: Costs, num_nodes: int, num: int = 32
 ) -> list[Arrival]:
-    """Return requests of a load, which bring so much work per unit of time, 1 for what the nodes do one by one."""
+    """Return requests of a load, which bring so much work per unit of time, 1 for what the nodes do one by
+    one.
+    """
     plan = LOADS[load](random.Random(f"{seed} {load}"), num, 1.0)
     idle = Unloaded(
         {number: costs.unloaded_ttft_s(number) for number in (16, 256, 512, 1024, 2048)}, costs.unloaded_itl_s

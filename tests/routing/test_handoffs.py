@@ -1,4 +1,6 @@
-"""Failed handoffs: the producer is told at once, and the router reports between which nodes, how often and why."""
+"""Failed handoffs: the producer is told at once, and the router reports between which nodes, how often and
+why.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class Prefill:
-    """A node that makes offers, and records which of them are released. In a rendezvous its prefill does not end."""
+    """A node that makes offers, and records which of them are released.
+
+    In a rendezvous its prefill does not end.
+    """
 
     releases: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -121,7 +126,9 @@ async def handoffs(client: TestClient[Any, Any]) -> dict[str, int]:
 
 
 def assert_release(prefill: Prefill) -> None:
-    """Check the release: an ordinary request that contains the node's params, so that every node understands it."""
+    """Check the release: an ordinary request that contains the node's params, so that every node understands
+    it.
+    """
     (release,) = prefill.releases
     assert (release["prompt"], release["max_tokens"], release["model"]) == ([0], 1, "m")
     flags = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}

@@ -1,4 +1,6 @@
-"""What a node may send: whatever a broken or hostile one does costs its own requests, and neither the router nor a client."""
+"""What a node may send: whatever a broken or hostile one does costs its own requests, and neither the router
+nor a client.
+"""
 
 from __future__ import annotations
 

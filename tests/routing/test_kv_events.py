@@ -1,4 +1,6 @@
-"""What the router knows of nodes' prefix caches by their KV events: reading them, the index, and what nodes may do to it."""
+"""What the router knows of nodes' prefix caches by their KV events: reading them, the index, and what nodes
+may do to it.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 @dataclass
 class Node:
-    """A node of either role that answers when the test allows it, and breaks connections if the test wants that."""
+    """A node of either role that answers when the test allows it, and breaks connections if the test wants
+    that.
+    """
 
     dies: bool = False
     prompts: list[str] = field(default_factory=list)

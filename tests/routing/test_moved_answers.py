@@ -1,4 +1,6 @@
-"""Another decode node goes on with a stream whose node was lost: what it is asked, and what the client gets."""
+"""Another decode node goes on with a stream whose node was lost: what it is asked, and what the
+client gets.
+"""
 
 from __future__ import annotations
 

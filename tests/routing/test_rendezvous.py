@@ -1,4 +1,6 @@
-"""The router asks both nodes at once where they can do that, and one after the other where they cannot or did not."""
+"""The router asks both nodes at once where they can do that, and one after the other where they cannot or did
+not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PARAMS = {"do_remote_prefill": True, **WHERE, "remote_block_ids": [[3]], "rendez
 
 @dataclass
 class Fake:
-    """A node that can be asked at once with another one. The test decides when and what each of its requests is answered.
+    """A node that can be asked at once with another one.
+
+    The test decides when and what each of its requests is answered.
 
     Attributes:
         hold: What the next answers wait for.

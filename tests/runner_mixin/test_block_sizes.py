@@ -1,4 +1,6 @@
-"""Kernel block sizes: the manager's block size if possible, or the largest one that every backend supports."""
+"""Kernel block sizes: the manager's block size if possible, or the largest one that every backend
+supports.
+"""
 
 from __future__ import annotations
 

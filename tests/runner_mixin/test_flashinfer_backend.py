@@ -1,4 +1,7 @@
-"""What the FlashInfer backend passes to FlashInfer. `tests/gpu` compares the results of the real package with torch's."""
+"""What the FlashInfer backend passes to FlashInfer.
+
+`tests/gpu` compares the results of the real package with torch's.
+"""
 
 from __future__ import annotations
 

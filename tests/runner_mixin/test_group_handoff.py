@@ -1,7 +1,7 @@
 """Groups of several kinds, from their specs to attention over blocks that another node handed over.
 
-Two nodes without a model share this process. Each has attention layers, recurrent state, block tables, and both
-halves of the shared-memory connector.
+Two nodes without a model share this process. Each has attention layers, recurrent state, block tables, and
+both halves of the shared-memory connector.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ class Node(KVConnectorModelRunnerMixin):
     # -- computing -----------------------------------------------------------------------------------
 
     def compute(self, request: TokenRequest, num_new_tokens: int) -> torch.Tensor:
-        """Run attention for the next tokens in every layer. Returns `(num_layers, num_tokens, 4, HEAD_SIZE)`."""
+        """Run attention for the next tokens in every layer.
+
+        Returns `(num_layers, num_tokens, 4, HEAD_SIZE)`.
+        """
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
         tables = [torch.tensor([table], dtype=torch.int32) for table in self.manager.get_block_ids("a")]
         batch = StepBatch.from_lens([num_new_tokens], [first], CPU)
@@ -187,7 +190,10 @@ class Node(KVConnectorModelRunnerMixin):
         return out, params
 
     def load(self, params: dict[str, object], producer: Node) -> TokenRequest:
-        """Load the offer, which ends before the request's last token because of the state. Then go back one token."""
+        """Load the offer, which ends before the request's last token because of the state.
+
+        Then go back one token.
+        """
         request = TokenRequest("a", PROMPT + 1, params)
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (PROMPT, True)
@@ -242,7 +248,9 @@ layouts = pytest.mark.parametrize("cross_layer_blocks", [True, False], ids=["hyb
 def test_the_next_tokens_attend_to_the_loaded_blocks(
     backend: str, cross_layer_blocks: bool, make_node: Callable[..., Node]
 ) -> None:
-    """Full, windowed and sharing layers are right, with kernel blocks of the manager's size and of half that size."""
+    """Full, windowed and sharing layers are right, with kernel blocks of the manager's size and of half that
+    size.
+    """
     producer, consumer = (make_node(backend, cross_layer_blocks=cross_layer_blocks) for _ in range(2))
     assert consumer.layout == ("hybrid-uniform" if cross_layer_blocks else "per-layer")
     assert consumer.layers["layers.0"].kv_cache[0].shape[2] == (2 if backend == "SMALL" else BLOCK)

@@ -1,4 +1,6 @@
-"""From a model's layers to attention over a pool: all layouts give the same results, and the connector chooses one."""
+"""From a model's layers to attention over a pool: all layouts give the same results, and the connector
+chooses one.
+"""
 
 from __future__ import annotations
 

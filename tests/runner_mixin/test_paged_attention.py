@@ -181,7 +181,8 @@ def test_kernel_blocks_smaller_than_the_managers():
 def test_blocks_outside_the_window_are_not_read():
     cache = Cache((30,), params=replace(PARAMS, sliding_window=6))
     cache.step({0: (0, 29)})
-    # Token 29 sees 24 to 29, which are in blocks 6 and 7. The manager has replaced the others with the null block.
+    # Token 29 sees 24 to 29, which are in blocks 6 and 7. The manager has replaced the others with the null
+    # block.
     cache.table[0, :6] = 0
     cache.layer.kv_cache[0][0] = float("nan")
     cache.check(0, cache.step({0: (29, 30)})[0], 29)

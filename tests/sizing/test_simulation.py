@@ -1,4 +1,6 @@
-"""What a simulated node takes, against arithmetic that a reader can do, and what happens when its pool is full."""
+"""What a simulated node takes, against arithmetic that a reader can do, and what happens when its pool is
+full.
+"""
 
 from __future__ import annotations
 

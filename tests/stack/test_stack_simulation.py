@@ -1,4 +1,5 @@
-"""The whole stack in virtual time: real schedulers, pools, connectors, handoffs, exchanges and placement, drawn from seeds.
+"""The whole stack in virtual time: real schedulers, pools, connectors, handoffs, exchanges and placement,
+drawn from seeds.
 
 KVFERRY_SCHEDULES is how many schedules are tried; `make simulate` tries 5,000.
 """
@@ -100,7 +101,8 @@ def test_a_failure_is_shrunk_to_what_it_needs() -> None:
 def test_of_two_full_pools_that_wait_for_each_other_one_gives_way() -> None:
     """A rendezvous holds blocks of its decode node, and waits for blocks of its prefill node.
 
-    Those are held by an offer whose load waits for the decode node's blocks. The rendezvous gives its blocks up.
+    Those are held by an offer whose load waits for the decode node's blocks. The rendezvous gives its blocks
+    up.
     """
     run = Run(draw(975)).run()
     assert run.counts["loads failed"]

@@ -9,15 +9,16 @@ import pytest
 
 from kvferry.lab.demo.near_tie import tolerance_of
 
-#: Two answers of models in float32 differ by less. Tests in other types compare by `compare` with a tolerance of their own.
+#: Two answers of models in float32 differ by less. Tests in other types compare by `compare` with a tolerance
+#: of their own.
 _TOLERANCE = tolerance_of("float32")
 
 
 class Answer(list[int]):
     """The tokens of an answer.
 
-    Two of them are equal if their tokens are, and their log probabilities nearly: a wrong block often changes no token. Beside a
-    plain list the tokens count alone.
+    Two of them are equal if their tokens are, and their log probabilities nearly: a wrong block often changes
+    no token. Beside a plain list the tokens count alone.
 
     Attributes:
         logprobs: One per token; empty if they were not asked for.

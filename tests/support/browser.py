@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 BUILT = Path(__file__).parents[2] / "build" / "chromium"
 PROGRAM = "usr/lib/chromium/chromium-headless-shell"
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-#: `no-sandbox`: Chromium refuses to run as root with it, and tests in a container often run as root. The only page that it
-#: opens is ours. `no-proxy-server`: nothing but the router can be reached.
+#: `no-sandbox`: Chromium refuses to run as root with it, and tests in a container often run as root. The only
+#: page that it opens is ours. `no-proxy-server`: nothing but the router can be reached.
 OPTIONS = ("--no-sandbox", "--no-proxy-server", "--disable-gpu", "--disable-dev-shm-usage")
 
 

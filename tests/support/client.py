@@ -42,7 +42,9 @@ class Reply:
 
     @property
     def logprobs(self) -> list[float]:
-        """The log probability of each token of a completion that asked for them by `logprobs`; otherwise empty."""
+        """The log probability of each token of a completion that asked for them by `logprobs`; otherwise
+        empty.
+        """
         told = self.body["choices"][0]["logprobs"]
         return list(told["token_logprobs"]) if told else []
 
@@ -85,7 +87,10 @@ class Client:
 
     @contextmanager
     def streaming(self, prompt: str | Sequence[int], **fields: Any) -> Iterator[Iterator[Mapping[str, Any]]]:
-        """Ask for a streamed greedy completion. Yields its events. Leaving the block closes the connection."""
+        """Ask for a streamed greedy completion.
+
+        Yields its events. Leaving the block closes the connection.
+        """
         body = json.dumps(completion_body(prompt, fields) | {"stream": True}).encode()
         with self._exchange("POST", "/v1/completions", body) as response:
             assert response.status == 200, response.read()
@@ -96,7 +101,8 @@ class Client:
     ) -> None:
         """Send a completion, wait until `condition` holds, and disconnect without reading the answer.
 
-        A busy machine may look at the condition too late, when the request has been answered. Then it is sent again.
+        A busy machine may look at the condition too late, when the request has been answered. Then it is sent
+        again.
         """
         body = json.dumps(completion_body(prompt, fields))
         with ExitStack() as connections:
@@ -171,8 +177,9 @@ def assert_answers_like(
     """Fail unless a single node gives the same answer to the prompt, apart from near-ties of logits.
 
     Args:
-        answer: A greedy answer of at most `max_tokens`. If it has log probabilities, they are compared as well: a wrong cache
-            often changes no token. Ask for them, unless the test is about what a request without them does.
+        answer: A greedy answer of at most `max_tokens`. If it has log probabilities, they are compared as
+            well: a wrong cache often changes no token. Ask for them, unless the test is about what a request
+            without them does.
         fields: The other fields of its request.
     """
     ask = ask_alone(single, **fields)

@@ -1,8 +1,9 @@
 """Connectors with exactly one thing broken: `BUGS` says which promise of the conformance suite each breaks.
 
 `Blocks` is the asynchronous store of `examples/`, `Layers` the one that loads and saves layer by layer, and
-`Ranks` that one for nodes of several ranks. A bug is a class of its own scheduler half or worker half, or a connector if it
-needs both. `tests/connector/test_kit.py` shows which test of `ConnectorConformance` notices each, and by what words.
+`Ranks` that one for nodes of several ranks. A bug is a class of its own scheduler half or worker half, or a
+connector if it needs both. `tests/connector/test_kit.py` shows which test of `ConnectorConformance` notices
+each, and by what words.
 """
 
 from __future__ import annotations
@@ -180,7 +181,9 @@ class LoadsMoreThanThePrompt(LayerStoreScheduler):
 
 
 class LoadsFromTheFirstBlock(LayerStoreScheduler):
-    """Forgets that the first blocks are here already: the contents of the first block go into the first missing one."""
+    """Forgets that the first blocks are here already: the contents of the first block go into the first
+    missing one.
+    """
 
     def update_state_after_alloc(self, request: Any, block_ids: Tables, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
@@ -703,7 +706,10 @@ class KeepsTheStepOfAFailedHook(LayerStoreWorker):
 
 
 class RanksScheduler(LayerStoreScheduler):
-    """Each rank has a folder. All ranks save a block in one step, so it is enough to look for the first one's file."""
+    """Each rank has a folder.
+
+    All ranks save a block in one step, so it is enough to look for the first one's file.
+    """
 
     saved: Sequence[Path] = ()
 

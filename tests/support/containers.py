@@ -1,4 +1,6 @@
-"""The services of `docker/compose.yaml` in containers: with Docker, or with Buildah, which needs no daemon."""
+"""The services of `docker/compose.yaml` in containers: with Docker, or with Buildah, which needs no
+daemon.
+"""
 
 from __future__ import annotations
 
@@ -155,9 +157,9 @@ class DockerStack(Stack):
 class BuildahStack(Stack):
     """One profile, each service in a container that Buildah runs with chroot isolation.
 
-    The containers share the host's network and processes. So each service listens on a loopback address of its own, which
-    the names in `compose.yaml` stand for in `/etc/hosts`. Its other options, its volumes and its user are those of
-    `compose.yaml` and of the image.
+    The containers share the host's network and processes. So each service listens on a loopback address of
+    its own, which the names in `compose.yaml` stand for in `/etc/hosts`. Its other options, its volumes and
+    its user are those of `compose.yaml` and of the image.
 
     Args:
         folder: For volumes and logs.

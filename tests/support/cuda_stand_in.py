@@ -1,13 +1,14 @@
 """A stand-in for CUDA's driver and its compiler on machines without a GPU, stricter than the real ones.
 
-Device memory is *poisoned*: an address of it lies in a range that is mapped without any permission, and its bytes are in
-a second mapping that only the driver's copies use. So code that touches device memory with the CPU crashes. The second
-mapping is a file in memory, so other processes with a stand-in of their own can open it by an IPC handle.
+Device memory is *poisoned*: an address of it lies in a range that is mapped without any permission, and its
+bytes are in a second mapping that only the driver's copies use. So code that touches device memory with the
+CPU crashes. The second mapping is a file in memory, so other processes with a stand-in of their own can open
+it by an IPC handle.
 
-A thread does the copies, some time after they were launched, in the order of each stream but in any order between
-streams. So code that does not wait for the end of a copy sees old bytes. Pinned memory is limited, and copies to and from
-main memory work with pinned memory only. What the documentation leaves undefined, or calls an error, returns an error
-code here, or is kept in `violations` if there is no call to return it from.
+A thread does the copies, some time after they were launched, in the order of each stream but in any order
+between streams. So code that does not wait for the end of a copy sees old bytes. Pinned memory is limited,
+and copies to and from main memory work with pinned memory only. What the documentation leaves undefined, or
+calls an error, returns an error code here, or is kept in `violations` if there is no call to return it from.
 
     with CudaDriverStandIn() as stand_in:
         for name in BINDINGS:
@@ -212,7 +213,8 @@ class CudaDriverStandIn:
         version: As `cuDriverGetVersion` returns it.
         calls: How often each function was called.
         violations: What code did that has no defined result on a GPU. A test requires it to be empty.
-        held: Objects that were created and not released yet, by kind: contexts, streams, events, mappings, pinned.
+        held: Objects that were created and not released yet, by kind: contexts, streams, events, mappings,
+            pinned.
     """
 
     CUresult = CUresult
@@ -453,7 +455,9 @@ class CudaDriverStandIn:
         return CUresult.CUDA_SUCCESS, handle
 
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
-        """Open a handle as documented, except that a process may open its own, so that tests need only one process."""
+        """Open a handle as documented, except that a process may open its own, so that tests need only one
+        process.
+        """
         name = ctypes.string_at(handle.getPtr(), 64)
         pid, number, num_bytes, gpu = _HANDLE.unpack_from(name)
         if not self._contexts:
@@ -554,14 +558,18 @@ class CudaDriverStandIn:
         return (CUresult.CUDA_SUCCESS,)
 
     def cuLaunchKernel(self, kernel: bytes, *arguments: Any) -> tuple[Any, ...]:
-        """Launch copies as one piece of work, which does them in any order. There is one kernel, `copy_regions`."""
+        """Launch copies as one piece of work, which does them in any order.
+
+        There is one kernel, `copy_regions`.
+        """
         *grid_and_block, shared_bytes, stream, parameters, extra = arguments
         if not self._contexts:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if kernel != b"copy_regions" or extra or min(grid_and_block) < 1 or shared_bytes:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         regions, count = (ctypes.c_uint64 * 2).from_address(parameters)
-        # The driver reads as much as the kernel's parameter has, which is no less than the regions of this launch.
+        # The driver reads as much as the kernel's parameter has, which is no less than the regions of this
+        # launch.
         columns = (ctypes.c_uint64 * (3 * _MAX_REGIONS)).from_address(regions)
         num_regions = ctypes.c_int32.from_address(count).value
         rows = [(columns[3 * at], columns[3 * at + 1], columns[3 * at + 2]) for at in range(num_regions)]

@@ -1,4 +1,6 @@
-"""Render the Helm chart, and run the commands of containers and systemd units as real processes on loopback addresses."""
+"""Render the Helm chart, and run the commands of containers and systemd units as real processes on loopback
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -222,9 +224,11 @@ def running_pods(
     places: Mapping[str, str],
     prepare: Callable[[Sequence[str]], None] = lambda addresses: None,
 ) -> Iterator[dict[str, Running]]:
-    """Run each container of the first pod of each workload; yield the processes by the name of their container.
+    """Run each container of the first pod of each workload; yield the processes by the name of their
+    container.
 
-    A pod gets an address of its own instead of its name in DNS. Addresses of pods that do not run lead nowhere.
+    A pod gets an address of its own instead of its name in DNS. Addresses of pods that do not run lead
+    nowhere.
 
     Args:
         places: Paths in the containers, and paths here.

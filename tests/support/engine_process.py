@@ -17,7 +17,8 @@ from kvferry.lab.servers import Spawn
 
 #: Seconds for a start, which takes half a minute on two idle cores.
 START_S = 240.0
-#: Seconds for an answer. The ranks of an engine busy-poll for each other, so on shared cores a token can take seconds.
+#: Seconds for an answer. The ranks of an engine busy-poll for each other, so on shared cores a token can take
+#: seconds.
 ANSWER_S = 180.0
 
 Answer = dict[str, Any]

@@ -51,7 +51,9 @@ class SteppedNode:
             state._slot = None
 
     def add(self, request_id: str, prompt: Sequence[int], **more: Any) -> None:
-        """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token, with log probabilities)."""
+        """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token, with log
+        probabilities).
+        """
         params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
         known, move_as = more.pop("known_token_ids", ()), more.pop("move_as", "")
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "num_logprobs": 0, **more})
@@ -125,7 +127,10 @@ class SteppedNode:
 
 
 def drive(*nodes: SteppedNode, until: Callable[[], bool]) -> None:
-    """Step the nodes in turn until `until` holds. A test gives up after `DEADLINE_S` in which no step had an output."""
+    """Step the nodes in turn until `until` holds.
+
+    A test gives up after `DEADLINE_S` in which no step had an output.
+    """
     num_outputs, deadline = -1, 0.0
     while not until():
         if (now := sum(len(outputs) for node in nodes for outputs in node.outputs.values())) != num_outputs:
@@ -141,8 +146,8 @@ def stepped_nodes(tiny_model: Callable[[str], Path], **defaults: Any) -> Iterato
 
     Args:
         tiny_model: Returns the folder of a family's tiny model.
-        defaults: Engine settings of each node, which its own settings override. `connector`, `role` and `options` stand
-            for a `KVTransferConfig`.
+        defaults: Engine settings of each node, which its own settings override. `connector`, `role` and
+            `options` stand for a `KVTransferConfig`.
     """
     nodes: list[SteppedNode] = []
 

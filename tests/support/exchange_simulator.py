@@ -1,8 +1,10 @@
-"""Try a request's exchange with every order of answers, losses, time-outs and leaving clients, drawn from a seed.
+"""Try a request's exchange with every order of answers, losses, time-outs and leaving clients, drawn from a
+seed.
 
-A `Schedule` stands for the nodes, the client and the part of the router that does the actions. It draws what happens next among
-all that can, and checks after each step what `router/exchange.py` promises. Nothing sleeps, and a seed repeats a schedule exactly.
-`exchange_states` lets the same schedules draw everything that can be drawn.
+A `Schedule` stands for the nodes, the client and the part of the router that does the actions. It draws what
+happens next among all that can, and checks after each step what `router/exchange.py` promises. Nothing
+sleeps, and a seed repeats a schedule exactly. `exchange_states` lets the same schedules draw everything that
+can be drawn.
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ class Setup:
         may_be_at_once, may_be_local: Ways in which a request may be placed, apart from in turn.
         follows: Another node could go on with an answer.
         wants_usage: The client has asked for the counts of tokens.
-        p_loss, p_stop, p_leave: Of a node's loss and of an answer's stop at each step, and of a client that leaves.
+        p_loss, p_stop, p_leave: Of a node's loss and of an answer's stop at each step, and of a client that
+            leaves.
     """
 
     num_prefills: int
@@ -539,7 +542,9 @@ class Schedule:
         return self.exchange.events_arrived(events)
 
     def may_stop(self, events: Sequence[Event]) -> bool:
-        """Draw whether the node stops the answer with the last of these events, for another node to go on with."""
+        """Draw whether the node stops the answer with the last of these events, for another node to go on
+        with.
+        """
         told: Any = self.exchange.beginning
         num_sent = sum(b"token_ids" in event.raw for event in events)
         is_last = told is not None and told.num_tokens + num_sent >= NUM_TOKENS

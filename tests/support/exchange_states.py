@@ -1,8 +1,10 @@
-"""Every state that a request's exchange can reach within a bound: breadth first, so that the first counterexample is a shortest one.
+"""Every state that a request's exchange can reach within a bound: breadth first, so that the first
+counterexample is a shortest one.
 
-`explore_every` lets the schedules of `exchange_simulator` draw everything that can be drawn. A state is a whole schedule with the
-real `Exchange` in it. An exchange cannot be copied, so a state is kept as the draws that lead to it, and made again from them.
-What each step promises is checked after it, and what the end promises at each end. From every state some end must be reachable.
+`explore_every` lets the schedules of `exchange_simulator` draw everything that can be drawn. A state is a
+whole schedule with the real `Exchange` in it. An exchange cannot be copied, so a state is kept as the draws
+that lead to it, and made again from them. What each step promises is checked after it, and what the end
+promises at each end. From every state some end must be reachable.
 
     python -m tests.support.exchange_states --faults 3
 """
@@ -80,7 +82,10 @@ class Bound:
         return f"{nodes}, {self.num_faults} faults, {'all' if not self.fixed else len(list(self.setups()))} setups"
 
     def setups(self) -> Iterator[Setup]:
-        """Everything that a schedule can begin with. Decode nodes of the same abilities are alike, so their order is left out."""
+        """Everything that a schedule can begin with.
+
+        Decode nodes of the same abilities are alike, so their order is left out.
+        """
         both = (False, True)
         for num_able in range(self.num_decodes + 1):
             abilities = (True,) * num_able + (False,) * (self.num_decodes - num_able)
@@ -228,7 +233,9 @@ def _explore_setup(setup: Setup, num_faults: int, kind: type[Exchange], explored
         return number
 
     def each(path: Path, num_steps: int) -> Iterator[tuple[Schedule, _ListedDraws, bool]]:
-        """Try everything that the next step can be: yield the schedule after it, and whether there was a step."""
+        """Try everything that the next step can be: yield the schedule after it, and whether there was a
+        step.
+        """
         next_path: Path | None = path
         while next_path is not None:
             draws = _ListedDraws(next_path, num_faults)

@@ -24,8 +24,8 @@ from tests.support.patience import DEADLINE_S
 class NodeHandler(Protocol):
     """Answers the completions of a fake node.
 
-    Methods `ready`, `health`, `metrics`, `version`, `models` and `release`, if there are any, answer the path of their name, and the
-    router's releases of offers.
+    Methods `ready`, `health`, `metrics`, `version`, `models` and `release`, if there are any, answer the path
+    of their name, and the router's releases of offers.
     """
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
@@ -47,7 +47,8 @@ async def routed(
     host: str = "127.0.0.1",
     expects_ready: bool = True,
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    """Yield a client of a router that has checked all these nodes, on this host, and has found them ready if it should.
+    """Yield a client of a router that has checked all these nodes, on this host, and has found them ready if
+    it should.
 
     Args:
         does_both: All of them are prefill nodes and decode nodes.

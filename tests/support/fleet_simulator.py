@@ -1,5 +1,5 @@
-"""What tests compare the router's placement with, in `kvferry.lab.plan.simulation`: fixed ways, one that knows the future, and
-several routers that share the nodes.
+"""What tests compare the router's placement with, in `kvferry.lab.plan.simulation`: fixed ways, one that
+knows the future, and several routers that share the nodes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class SharedFleet(FleetSimulation):
     """A run in which several routers take the requests in turn.
 
     Args:
-        is_told: At each check, a router learns what a node has to do for all of them. Otherwise it knows of its own requests only.
+        is_told: At each check, a router learns what a node has to do for all of them. Otherwise it knows of
+            its own requests only.
         check_s: Seconds between two checks.
     """
 

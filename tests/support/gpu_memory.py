@@ -1,7 +1,7 @@
 """Pools for tests and benchmarks of GPUs, in two processes, and a reader of the other process's pool.
 
-A *place* says where a pool is: `"cuda:0"` and so on; `"cpu"`; or `"stand-in"`, which rehearses a GPU on a machine that
-has none. Memory of a GPU comes from CUDA's driver, so that a process need not import PyTorch.
+A *place* says where a pool is: `"cuda:0"` and so on; `"cpu"`; or `"stand-in"`, which rehearses a GPU on a
+machine that has none. Memory of a GPU comes from CUDA's driver, so that a process need not import PyTorch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ DEADLINE_S = 60.0
 #: The pools of the tests: several segments, as pools of the per-layer layout are.
 NUM_SEGMENTS, SEGMENT_BYTES = 4, 8 << 20
 
-#: `(program, *arguments)` → a process that runs a program of `tests/gpu/children`, and the JSON object that it printed.
+#: `(program, *arguments)` → a process that runs a program of `tests/gpu/children`, and the JSON object that
+#: it printed.
 StartChild = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
 
 #: The guard that owners set.
@@ -55,7 +56,9 @@ def stand_in_driver() -> Iterator[CudaDriverStandIn]:
 
 
 def pattern(first: int, num_bytes: int, seed: int = 0) -> Bytes:
-    """Return bytes `first`, … of a pattern that differs by seed and has no short period that is a power of two."""
+    """Return bytes `first`, … of a pattern that differs by seed and has no short period that is a power of
+    two.
+    """
     period = (np.arange(251) * 7 + seed).astype(np.uint8)
     return np.resize(np.roll(period, -(first % 251)), num_bytes)
 

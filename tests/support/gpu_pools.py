@@ -1,4 +1,7 @@
-"""Nodes whose pools are on a GPU, for tests that run without one. The GPU is a stand-in that poisons its memory."""
+"""Nodes whose pools are on a GPU, for tests that run without one.
+
+The GPU is a stand-in that poisons its memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 
 @contextmanager
 def recorded_movers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaMover]]:
-    """Yield a list of all movers that are made. At the end every ticket has ended and every buffer is back."""
+    """Yield a list of all movers that are made.
+
+    At the end every ticket has ended and every buffer is back.
+    """
     made: list[CudaMover] = []
     create = CudaMover.__init__
 
@@ -90,8 +96,8 @@ class GpuPools:
 def pools_on_a_gpu(monkeypatch: pytest.MonkeyPatch, **stand_in: Any) -> Iterator[GpuPools]:
     """Have all pools that are made in the body be on a GPU.
 
-    At the end every copy has ended, every staging buffer is back, all that was acquired from the driver is released, and
-    nothing was done to the GPU that has no defined result.
+    At the end every copy has ended, every staging buffer is back, all that was acquired from the driver is
+    released, and nothing was done to the GPU that has no defined result.
     """
     with CudaDriverStandIn(pinned_bytes=2 << 30, **stand_in) as driver:
         for name in BINDINGS:

@@ -1,7 +1,9 @@
-"""Send to two nodes what the P/D sidecar of llm-d would send: replayed from its source, without Go and without a cluster.
+"""Send to two nodes what the P/D sidecar of llm-d would send: replayed from its source, without Go and
+without a cluster.
 
-The version is llm-d-router v0.10.0 with `--kv-connector=nixlv2` (`pkg/sidecar/proxy/connector_nixlv2.go`). The sidecar stands
-beside a decode node. The header `x-prefiller-host-port` of a request names the prefill node to ask first.
+The version is llm-d-router v0.10.0 with `--kv-connector=nixlv2` (`pkg/sidecar/proxy/connector_nixlv2.go`).
+The sidecar stands beside a decode node. The header `x-prefiller-host-port` of a request names the prefill
+node to ask first.
 """
 
 from __future__ import annotations

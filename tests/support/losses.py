@@ -1,7 +1,8 @@
-"""Lose real nodes under load: no answer is wrong, no client waits for ever, nothing leaks, and what it costs is counted.
+"""Lose real nodes under load: no answer is wrong, no client waits for ever, nothing leaks, and what it costs
+is counted.
 
-Clients ask questions whose answers are known. Meanwhile nodes are killed and started again, or frozen for a while. `make
-soak-losses` loses many.
+Clients ask questions whose answers are known. Meanwhile nodes are killed and started again, or frozen for a
+while. `make soak-losses` loses many.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ PATIENCE_S = 60.0
 RETRY_S = 0.05
 #: Answers per client before the first loss: to learn what nodes hold at rest.
 WARM_UP = 4
-#: Pieces of answers that arrive between two losses, at most: about as many as the clients' present answers have.
+#: Pieces of answers that arrive between two losses, at most: about as many as the clients' present answers
+#: have.
 MOST_PIECES = 300
 START_S = 400.0
 QUIET_S = 40.0
@@ -45,7 +47,8 @@ QUIET_S = 40.0
 Kind = Literal["kill", "freeze"]
 _CONTINUED = re.compile(r"load-(\d+): .*; another node goes on after (\d+) tokens")
 _ASKED_AGAIN = re.compile(r"load-(\d+): (?:decode|prefill): ")
-#: On a machine that stands still for a moment, a router finds all nodes silent. It says so, and its clients ask again.
+#: On a machine that stands still for a moment, a router finds all nodes silent. It says so, and its clients
+#: ask again.
 _ALL_SILENT = re.compile(r"503: .*can take the request \((?:[^;)]* did not answer within [0-9.]+ s[;)] ?)+\"")
 
 
@@ -57,7 +60,8 @@ class Told:
     """What a client was told: all of it that must not depend on which node answered.
 
     Attributes:
-        texts, token_ids: By the index of the choice. Token ids are empty if the client has not asked for them.
+        texts, token_ids: By the index of the choice. Token ids are empty if the client has not asked for
+            them.
         usage: Tokens of prompt and answer; empty if the client has not asked for them.
         is_one: All parts have the same id, kind, time and model.
     """
@@ -192,8 +196,8 @@ class Load:
     Each request has a cache salt of its own, so that no node has computed its prompt before.
 
     Args:
-        ports: Of the routers. A client whose router fails it goes on with the next one, and repeats no request but one that the
-            router has not accepted.
+        ports: Of the routers. A client whose router fails it goes on with the next one, and repeats no
+            request but one that the router has not accepted.
     """
 
     def __init__(self, ports: Sequence[int], questions: Sequence[Question]) -> None:
@@ -329,7 +333,9 @@ class Fleet:
         return {node["url"]: node for node in found if node["role"] == self.role}
 
     def is_ready(self, nodes: Iterable[Service]) -> bool:
-        """Whether the router may send requests to nodes, and knows what they are, so that answers can go on there."""
+        """Whether the router may send requests to nodes, and knows what they are, so that answers can go on
+        there.
+        """
         states = [self.states()[node.process.url] for node in nodes]
         return all(each["state"] == "ready" and each["models"] and each["kv_role"] for each in states)
 
@@ -414,15 +420,17 @@ def lose_nodes(
     most_pieces: int = MOST_PIECES,
     before_end: Callable[[Service], None] = lambda node: None,
 ) -> Report:
-    """Lose nodes under load: each time a drawn number of pieces has arrived, one of those that have a request.
+    """Lose nodes under load: each time a drawn number of pieces has arrived, one of those that have a
+    request.
 
     Args:
-        is_enough: Whether the losses have done what the test is about. Which requests a node has when it is lost is left to
-            chance; so more nodes are lost until they have, at most four times as many.
+        is_enough: Whether the losses have done what the test is about. Which requests a node has when it is
+            lost is left to chance; so more nodes are lost until they have, at most four times as many.
         before_end: Called just before a node is killed.
 
     Returns:
-        What happened. It has a problem for each answer that is not as it should be, and for what is left on a node.
+        What happened. It has a problem for each answer that is not as it should be, and for what is left on a
+        node.
     """
     drawn, report = random.Random(SEED), Report(kind)
     _loaded(fleet, questions, lambda load: load.await_answers(WARM_UP * NUM_CLIENTS))

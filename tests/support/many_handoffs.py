@@ -1,4 +1,6 @@
-"""Many handoffs in a rendezvous through a router: how long each took, and whether a deadline had to end one of them."""
+"""Many handoffs in a rendezvous through a router: how long each took, and whether a deadline had to end one
+of them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ SHAPES = {"two ranks and one": (2, 1), "one rank and two": (1, 2), "four ranks a
 #: With chunks of 128 tokens a prompt is computed in three to five steps.
 CHUNK_TOKENS = 128
 NUM_CLIENTS = 2
-#: Longest time of a request beyond four times the median, which is what computing takes at most on a busy machine. A wait that
-#: a deadline of the protocol ends takes longer.
+#: Longest time of a request beyond four times the median, which is what computing takes at most on a busy
+#: machine. A wait that a deadline of the protocol ends takes longer.
 LONGEST_WAIT_S = 5.0
 ENDED_BY_A_DEADLINE = (
     "kvferry_load_failures_total",
@@ -33,7 +35,10 @@ ENDED_BY_A_DEADLINE = (
 
 
 def hand_over_many(router: Server, prefill: Server, decode: Server) -> None:
-    """Send `NUM_HANDOFFS` requests to a router. Fail if one took too long, or was not loaded as it should be."""
+    """Send `NUM_HANDOFFS` requests to a router.
+
+    Fail if one took too long, or was not loaded as it should be.
+    """
     router.complete([7] * 2 * CHUNK_TOKENS, 4)  # the answer says where the prefill node is
     nodes = (prefill, decode)
     before = _ended_by_a_deadline(nodes)

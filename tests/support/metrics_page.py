@@ -63,7 +63,8 @@ def assert_promtool_is_content(page: str) -> None:
 
 
 def with_rows(document: str, metrics: Mapping[str, Declared]) -> str:
-    """Return a document whose tables have a row for each of these metrics, and for no other metric of kvferry.
+    """Return a document whose tables have a row for each of these metrics, and for no other metric of
+    kvferry.
 
     A metric that is new comes after the one whose name has the longest beginning in common with its own.
     """

@@ -1,14 +1,17 @@
-"""Change the code of handoffs, the router and sliced reads at places chosen by a seed, and see which of the proofs notices.
+"""Change the code of handoffs, the router and sliced reads at places chosen by a seed, and see which of the
+proofs notices.
 
-Each mutant is one change: a condition is dropped, a bound is moved (a comparison, a limit, a flag, or what an assignment adds
-to), two statements are swapped, or a message is dropped (a call whose result is not used, or an action in a list of actions).
-Conditions and bounds are drawn twice as often, because tests miss them most easily. It is made in a copy of the project. Then three suites run on it: the explorers of
-every state, the simulators, and the other tests. A suite that fails, or that takes far longer than on unchanged code, has killed
-it. What no suite kills is listed, to be explained or to be tested.
+Each mutant is one change: a condition is dropped, a bound is moved (a comparison, a limit, a flag, or what an
+assignment adds to), two statements are swapped, or a message is dropped (a call whose result is not used, or
+an action in a list of actions). Conditions and bounds are drawn twice as often, because tests miss them most
+easily. It is made in a copy of the project. Then three suites run on it: the explorers of every state, the
+simulators, and the other tests. A suite that fails, or that takes far longer than on unchanged code, has
+killed it. What no suite kills is listed, to be explained or to be tested.
 
-First each file of tests runs on unchanged code under coverage.py. The explorers and simulators are one process, so one that does
-not come to the changed lines cannot notice and is left out. The tests that come to them run first, the fastest before the
-others. The rest runs too, because tests may start processes that are not measured.
+First each file of tests runs on unchanged code under coverage.py. The explorers and simulators are one
+process, so one that does not come to the changed lines cannot notice and is left out. The tests that come to
+them run first, the fastest before the others. The rest runs too, because tests may start processes that are
+not measured.
 
     python -m tests.support.mutants --num 200 --seed 1 --output mutants.jsonl
 
@@ -294,7 +297,9 @@ def _is_python(mutant: Mutant) -> bool:
 
 
 def chosen(num: int, seed: int) -> list[Mutant]:
-    """Draw the same number of mutants per folder, in the proportions of `TURN`; fewer if the folder has fewer."""
+    """Draw the same number of mutants per folder, in the proportions of `TURN`; fewer if the folder has
+    fewer.
+    """
     drawn = random.Random(seed)
     mutants: list[Mutant] = []
     for folder in SUITES:

@@ -1,9 +1,10 @@
 """An engine as a child process. It receives orders and sends answers as JSON lines over an inherited socket.
 
-Each order, `{"id": 1, "do": "add", ...}`, is answered by one line with its `id`. A request adds the line `{"first": ...}`
-with its first token, and `{"finished": ..., "tokens": ..., "reason": ..., "params": ..., "top_logits": ...}` when it has ended.
-`"num_top_logits": n` in an order to add a request asks for the n largest logits of its first token, as
-`[token id, logit]`, the largest first. All may be shifted by the same amount, as log-probabilities are.
+Each order, `{"id": 1, "do": "add", ...}`, is answered by one line with its `id`. A request adds the line
+`{"first": ...}` with its first token, and `{"finished": ..., "tokens": ..., "reason": ..., "params": ...,
+"top_logits": ...}` when it has ended. `"num_top_logits": n` in an order to add a request asks for the n
+largest logits of its first token, as `[token id, logit]`, the largest first. All may be shifted by the same
+amount, as log-probabilities are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How long tests wait for what should happen soon, in proportion to how slow the machine is when they start."""
+"""How long tests wait for what should happen soon, in proportion to how slow the machine is when they
+start.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _QUIET_S: Final = 0.12
 
 
 def _measured() -> float:
-    """Return how many times slower than on a quiet machine some work is, which shows slow and busy cores alike."""
+    """Return how many times slower than on a quiet machine some work is, which shows slow and busy cores
+    alike.
+    """
     began = time.perf_counter()
     sum(number * number % 7 for number in range(2_000_000))
     return max(1.0, (time.perf_counter() - began) / _QUIET_S)
@@ -24,7 +28,8 @@ def _measured() -> float:
 
 #: By how much limits in real seconds are longer than on a quiet machine.
 SLOWNESS: Final = float(os.environ.setdefault(_VARIABLE, f"{_measured():.2f}"))
-#: Seconds after which a test gives up waiting for what should have happened. Only a test that fails waits for so long.
+#: Seconds after which a test gives up waiting for what should have happened. Only a test that fails waits for
+#: so long.
 DEADLINE_S: Final = 45.0 * SLOWNESS
 
 

@@ -1,4 +1,6 @@
-"""Python programs at the other end of a transport, which print what a test has to know, and the node in the test that reads."""
+"""Python programs at the other end of a transport, which print what a test has to know, and the node in the
+test that reads.
+"""
 
 from __future__ import annotations
 

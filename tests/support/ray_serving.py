@@ -1,4 +1,5 @@
-"""Ray Serve on this machine: a prefill and a decode deployment with kvferry, and a deployment of one engine without it.
+"""Ray Serve on this machine: a prefill and a decode deployment with kvferry, and a deployment of one engine
+without it.
 
 Ray takes the machine for two: each of its raylets counts as one. Decode replicas run on the second one only.
 """

@@ -1,8 +1,10 @@
-"""A connector that writes down each call, and raises where a test wants it. It keeps blocks of prompts in this process.
+"""A connector that writes down each call, and raises where a test wants it.
 
-It finds all that it needs in what the contract promises: which tokens a step computes, and which blocks they are in. It
-raises `Boom` in the hook that the option `raise_in` names, for requests whose prompts begin with `MARK`, and for steps
-that concern such a request.
+It keeps blocks of prompts in this process.
+
+It finds all that it needs in what the contract promises: which tokens a step computes, and which blocks they
+are in. It raises `Boom` in the hook that the option `raise_in` names, for requests whose prompts begin with
+`MARK`, and for steps that concern such a request.
 """
 
 from __future__ import annotations
@@ -285,7 +287,10 @@ class RecordingWorker(kv.WorkerHalf):
 
 
 class RecordingConnector(kv.KVConnectorBase):
-    """Both halves share one store per rank, as long as they are in one process. Only a model of one group can load."""
+    """Both halves share one store per rank, as long as they are in one process.
+
+    Only a model of one group can load.
+    """
 
     store: dict[Key, Pages] = {}  # noqa: RUF012 - shared by all nodes of a process; tests clear it
 

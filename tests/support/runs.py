@@ -21,8 +21,9 @@ LOOK_S = 2.0
 class Scheduler(LoadFileScheduling):  # type: ignore[misc]
     """xdist's scheduler of whole files, mended for workers that die, as when the kernel needs their memory.
 
-    xdist 3.8 gives the test that was running to another worker, which dies of it as well, and so on without an end. And it
-    gives work to a worker that has just started and has collected no tests, which ends the run with a `KeyError`.
+    xdist 3.8 gives the test that was running to another worker, which dies of it as well, and so on without
+    an end. And it gives work to a worker that has just started and has collected no tests, which ends the run
+    with a `KeyError`.
     """
 
     def remove_node(self, node: WorkerController) -> str | None:
@@ -76,7 +77,9 @@ def memory_of_processes_below(root: int) -> int:
 
 
 class PeakMemory:
-    """Looks at the memory of this process and its descendants now and then, and keeps the most that it saw."""
+    """Looks at the memory of this process and its descendants now and then, and keeps the most that
+    it saw.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -1,7 +1,8 @@
-"""Two nodes, a wire and an owner of memory around `Reader` and `Server` of `transports.sliced`, in small steps.
+"""Two nodes, a wire and an owner of memory around `Reader` and `Server` of `transports.sliced`, in small
+steps.
 
-`explore` takes every order of the steps, with every loss, and checks the promises after each step. There are no sockets,
-no threads and no clock, so each schedule can be repeated.
+`explore` takes every order of the steps, with every loss, and checks the promises after each step. There are
+no sockets, no threads and no clock, so each schedule can be repeated.
 """
 
 from __future__ import annotations
@@ -259,8 +260,8 @@ class Nodes:
 
     Args:
         num_slices: Of each read.
-        num_faults: The most that go wrong: the owner reuses its memory, a byte changes, a copy fails, a read is stopped,
-            the connection is closed.
+        num_faults: The most that go wrong: the owner reuses its memory, a byte changes, a copy fails, a read
+            is stopped, the connection is closed.
     """
 
     transitions: set[tuple[SliceState | None, SliceState]] = set()  # noqa: RUF012 - of all runs

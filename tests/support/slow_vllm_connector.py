@@ -9,14 +9,17 @@ from typing import Any
 
 from kvferry.connector.vllm.adapter import KvferryConnector
 
-#: A variable with the folder in which a test makes a file for each place that is to be slow; the place removes it.
+#: A variable with the folder in which a test makes a file for each place that is to be slow; the place
+#: removes it.
 FOLDER_VARIABLE = "KVFERRY_TEST_SLOW_PLACES"
 #: How much longer it takes, in seconds.
 SLOW_S = 2.0
 
 
 class SlowConnector(KvferryConnector):
-    """Sleeps in vLLM's calls: for `queue`, `step` and, in the next step after a load, `first_step`; for `load` after it."""
+    """Sleeps in vLLM's calls: for `queue`, `step` and, in the next step after a load, `first_step`; for
+    `load` after it.
+    """
 
     _has_loaded = False
 

@@ -35,7 +35,8 @@ class VllmHost:
         pages_of = settings.pop("pages_of", None)
         config = EngineArgs(**settings).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if pages_of is not None:
-            # A CPU's platform sets the size of its kernel's blocks, of which vLLM's own blocks can have several.
+            # A CPU's platform sets the size of its kernel's blocks, of which vLLM's own blocks can have
+            # several.
             config.cache_config.block_size = pages_of
         self._engine: Any = LLMEngine.from_vllm_config(config)
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
@@ -45,7 +46,9 @@ class VllmHost:
         self._watch_figures()
 
     def _watch_figures(self) -> None:
-        """Note the figures of each step, and whether the engine records them; before 0.28 only a server always does."""
+        """Note the figures of each step, and whether the engine records them; before 0.28 only a server
+        always does.
+        """
         core, manager = self._engine.engine_core, self._engine.logger_manager
         get_output, record = core.get_output, manager.record
 
@@ -125,7 +128,10 @@ class VllmHost:
         return {}
 
     def _adapter(self, adapter: list[str] | None) -> LoRARequest | None:
-        """Return vLLM's form of an adapter. An adapter of the same name from another folder replaces the first one."""
+        """Return vLLM's form of an adapter.
+
+        An adapter of the same name from another folder replaces the first one.
+        """
         if adapter is None:
             return None
         name, folder = adapter
@@ -151,7 +157,9 @@ class VllmHost:
         return {"done": self._engine.reset_prefix_cache(reset_connector=True)}
 
     def scale(self, parameter: str, factor: float) -> dict[str, Any]:
-        """Change a weight of the running model in the way in which vLLM lets its users run anything in the workers."""
+        """Change a weight of the running model in the way in which vLLM lets its users run anything in the
+        workers.
+        """
         self._engine.collective_rpc(_scale, args=(parameter, factor))
         return {}
 
@@ -205,7 +213,9 @@ class VllmHost:
         }
 
     def encoder(self) -> dict[str, Any]:
-        """Return what the connector of encoder outputs has counted, and how many blocks of its pool are in use."""
+        """Return what the connector of encoder outputs has counted, and how many blocks of its pool are in
+        use.
+        """
         side = self._scheduler.ec_connector.scheduler_side
         return {
             "num_offered": side.num_offered,
@@ -284,7 +294,10 @@ def _logprobs(answer: Any) -> list[float]:
 
 
 def _top_logits(logprobs: Any) -> list[tuple[int, float]]:
-    """Return the first token's log-probabilities, the largest first. Their differences are those of the logits."""
+    """Return the first token's log-probabilities, the largest first.
+
+    Their differences are those of the logits.
+    """
     first = logprobs[0] if logprobs else {}
     return sorted(((token, told.logprob) for token, told in first.items()), key=lambda pair: -pair[1])
 

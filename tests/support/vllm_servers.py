@@ -1,4 +1,6 @@
-"""Clients of servers that run as processes of their own: `vllm serve`, and a router in front of such servers."""
+"""Clients of servers that run as processes of their own: `vllm serve`, and a router in front of such
+servers.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ class Server:
         return choice
 
     def assert_like_alone(self, prompt: list[int], answer: Mapping[str, Any], max_tokens: int = 8) -> None:
-        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of logits.
+        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of
+        logits.
 
         Args:
             answer: Its choice, with log probabilities.

@@ -1,7 +1,7 @@
 """Start nodes quickly by forking them from a process that has already imported PyTorch and transformers.
 
-Most of a node's start is those imports. A zygote is a process that has imported them, and none of our code. To run a
-program it forks, and the child runs it as a launcher's `run_program` would.
+Most of a node's start is those imports. A zygote is a process that has imported them, and none of our code.
+To run a program it forks, and the child runs it as a launcher's `run_program` would.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
-    """Have the transports of a test allocate memory of a GPU. They must be closed before this fixture ends."""
+    """Have the transports of a test allocate memory of a GPU.
+
+    They must be closed before this fixture ends.
+    """
     with pools_on_a_gpu(monkeypatch) as pools:
         yield pools
 

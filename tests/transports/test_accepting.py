@@ -1,4 +1,6 @@
-"""A process without free descriptors does not spin on pending connections, and accepts them once it has some again."""
+"""A process without free descriptors does not spin on pending connections, and accepts them once it has some
+again.
+"""
 
 from __future__ import annotations
 

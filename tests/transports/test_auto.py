@@ -1,4 +1,6 @@
-"""`auto` keeps every promise of a transport, whichever transport it chooses, and reports its choice and the reason."""
+"""`auto` keeps every promise of a transport, whichever transport it chooses, and reports its choice and the
+reason.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`auto` uses `nixl` between hosts that both have it, and its other network transport where nixl does not connect."""
+"""`auto` uses `nixl` between hosts that both have it, and its other network transport where nixl does not
+connect.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A `ucx` node busy-polls for the next step of a read before it blocks, briefly and without delaying other threads."""
+"""A `ucx` node busy-polls for the next step of a read before it blocks, briefly and without delaying other
+threads.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def open_endpoint() -> Iterator[Callable[[], Endpoint]]:
     with ExitStack() as resources:
 
         def make() -> Endpoint:
-            # A test does not serve the endpoints that it does not look at, and on a busy machine it takes its time.
+            # A test does not serve the endpoints that it does not look at, and on a busy machine it takes its
+            # time.
             transport = UCXTransport({"peer_timeout_s": 300})
             transport.options = replace(transport.options, spin_us=10_000)
             resources.callback(transport.close)
@@ -136,7 +139,8 @@ def test_a_read_does_not_poll_the_workers_of_idle_peers(
             return original(worker)
 
         monkeypatch.setattr(Worker, name, noted)
-    # The worker of a new connection is polled until its node has blocked once, and UCX needs both sides to get there.
+    # The worker of a new connection is polled until its node has blocked once, and UCX needs both sides to
+    # get there.
     for _ in range(50):
         for endpoint in (owner, reader, idle):
             endpoint.wait_events(0.05)

@@ -181,7 +181,9 @@ def test_too_many_connections_at_a_time_are_refused(make_world: Callable[..., Wo
 def test_strangers_block_neither_a_listener_nor_its_log(
     make_world: Callable[..., World], scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If too many strangers connect and send nothing, the one that has been silent for the longest time is dropped."""
+    """If too many strangers connect and send nothing, the one that has been silent for the longest time is
+    dropped.
+    """
     world = make_world(scheme, max_connecting=4, handshake_timeout_s=30)
     server, client = world.node(4096), world.node(4096)
     address = server.endpoint.listen("")

@@ -42,7 +42,8 @@ READS = [
     pytest.param(_copy_python.read_regions_of, id="python"),
 ]
 
-# Lengths around every threshold of the loop: its unit of 64 to 256 bytes, and the length from which it streams.
+# Lengths around every threshold of the loop: its unit of 64 to 256 bytes, and the length from which it
+# streams.
 LENGTHS = st.one_of(st.integers(1, 300), st.integers(2000, 2700), st.integers(60_000, 70_000))
 
 
@@ -251,7 +252,9 @@ def test_regions_are_launched_in_order_until_one_fails(copy_on_stream: Any) -> N
 
 @pytest.mark.parametrize("copy_on_stream", LAUNCHERS)
 def test_a_driver_that_takes_its_time_keeps_no_other_thread_from_running(copy_on_stream: Any) -> None:
-    """`poll(NULL, 0, ms)` stands for the driver: a function with such arguments that takes long and returns 0."""
+    """`poll(NULL, 0, ms)` stands for the driver: a function with such arguments that takes long and returns
+    0.
+    """
     function = ctypes.cast(ctypes.CDLL(None).poll, ctypes.c_void_p).value
     zeros, lengths = np.zeros(4, dtype=np.uint64), np.full(4, 250, dtype=np.int64)
     seen = []

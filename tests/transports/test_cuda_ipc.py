@@ -1,4 +1,7 @@
-"""`shm` with pools on a GPU and a stand-in for CUDA's driver. The tests that need a GPU are in `tests/gpu`."""
+"""`shm` with pools on a GPU and a stand-in for CUDA's driver.
+
+The tests that need a GPU are in `tests/gpu`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ MakeNode = Callable[..., Node]
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
+    """A stand-in for the driver of a machine with GPUs.
+
+    Everything that a test acquires from it must be released.
+    """
     with CudaDriverStandIn() as stand_in:
         for name in BINDINGS:
             monkeypatch.setitem(sys.modules, name, stand_in)
@@ -59,7 +65,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
 
 
 class OnGpu(SharedMemoryTransport):
-    """A transport whose arenas are memory of the stand-in's GPU, as if an engine's framework had allocated it."""
+    """A transport whose arenas are memory of the stand-in's GPU, as if an engine's framework had allocated
+    it.
+    """
 
     def __init__(self, driver: CudaDriverStandIn, gpu: int, options: Mapping[str, object] = {}) -> None:
         super().__init__(options)
@@ -98,7 +106,10 @@ def world(driver: CudaDriverStandIn) -> Iterator[World]:
 
 @pytest.fixture
 def make_node(driver: CudaDriverStandIn, world: World) -> MakeNode:
-    """`(gpu)` → a node of `world` with a pool of 1 MiB on this GPU, or in main memory if None. Guard 3 holds 9."""
+    """`(gpu)` → a node of `world` with a pool of 1 MiB on this GPU, or in main memory if None.
+
+    Guard 3 holds 9.
+    """
 
     def make(gpu: int | None) -> Node:
         transport = SharedMemoryTransport() if gpu is None else OnGpu(driver, gpu)
@@ -157,7 +168,9 @@ def test_a_failing_gpu_is_a_typed_error_and_the_next_read_succeeds(
 def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_reported(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the event the engine may reuse the blocks, so a later copy would overwrite another request's blocks."""
+    """After the event the engine may reuse the blocks, so a later copy would overwrite another request's
+    blocks.
+    """
     without_compiler(monkeypatch)
     producer, consumer = make_node(0), make_node(0)
     link = world.link(producer, consumer)
@@ -257,7 +270,9 @@ def test_copies_have_ended_even_if_their_event_cannot_be_recorded(
 def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
-    """The guard still holds, and the socket may not signal the loss yet, but other data may be in the memory by now."""
+    """The guard still holds, and the socket may not signal the loss yet, but other data may be in the memory
+    by now.
+    """
     with peers(cwd=ROOT) as start:
         child = start("-m", PEER)
         consumer = make_node(0)

@@ -1,4 +1,6 @@
-"""A process with few file descriptors refuses connections with the reason. It does not die or hang, or harm others.
+"""A process with few file descriptors refuses connections with the reason.
+
+It does not die or hang, or harm others.
 
 Each test that runs out of descriptors does so in its own process.
 """

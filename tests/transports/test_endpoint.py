@@ -49,7 +49,9 @@ class Wire:
 
 
 class RandomBackend(Backend[Wire]):
-    """Reports events at random: at once or later, in any state, late and twice. It breaks no rule about memory.
+    """Reports events at random: at once or later, in any state, late and twice.
+
+    It breaks no rule about memory.
 
     Args:
         now: The clock, which a wait advances.

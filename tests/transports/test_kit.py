@@ -1,4 +1,6 @@
-"""The conformance kit passes a correct transport and catches each planted bug, with a message that names the promise."""
+"""The conformance kit passes a correct transport and catches each planted bug, with a message that names the
+promise.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +227,9 @@ class NeverSaysGoodbye(SmallBackend):
 
 
 class ReadsTheSuccessor(SmallBackend):
-    """It takes what listens at an address for the peer that once did, and does not notice that the peer is gone."""
+    """It takes what listens at an address for the peer that once did, and does not notice that the peer is
+    gone.
+    """
 
     def start_read(self, read: Read[Wire]) -> None:
         there = LISTENERS.get(read.peer.connection.address)

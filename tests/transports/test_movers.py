@@ -1,4 +1,7 @@
-"""Movers: what they copy, when a ticket ends, and what becomes of buffers. GPUs are a stand-in that poisons its memory."""
+"""Movers: what they copy, when a ticket ends, and what becomes of buffers.
+
+GPUs are a stand-in that poisons its memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ DEADLINE_MS = 10_000
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
+    """A stand-in for the driver of a machine with GPUs.
+
+    Everything that a test acquires from it must be released.
+    """
     with CudaDriverStandIn(pinned_bytes=8 * BUFFER_BYTES) as stand_in:
         for name in BINDINGS:
             monkeypatch.setitem(sys.modules, name, stand_in)

@@ -1,4 +1,6 @@
-"""The network transports between processes: one is killed or stopped, and the other survives and notices within seconds."""
+"""The network transports between processes: one is killed or stopped, and the other survives and notices
+within seconds.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,10 @@ def test_bytes_are_transferred_and_the_mechanism_is_named(node: Node, owner: Own
 def test_the_loss_of_an_owner_is_noticed_and_another_can_be_read(
     node: Node, owner: Owner, start: Start, how: signal.Signals
 ) -> None:
-    """The owner goes during reads. Each read ends once, before the loss is reported, and nothing of it is left."""
+    """The owner goes during reads.
+
+    Each read ends once, before the loss is reported, and nothing of it is left.
+    """
     process, peer_id = owner
     other = start("serve")
     ids = [node.start_read(peer_id) for _ in range(8)]
@@ -196,7 +201,10 @@ def test_owners_that_are_killed_one_after_the_other_leave_nothing(node: Node, st
 
 
 class TestPoolsOnGpus:
-    """Both processes have their pools on a GPU. Whatever ends one, the other has all its staging buffers back."""
+    """Both processes have their pools on a GPU.
+
+    Whatever ends one, the other has all its staging buffers back.
+    """
 
     @pytest.fixture(params=["zeromq", "tcp", UCX])
     def case(self, request: pytest.FixtureRequest) -> str:

@@ -52,7 +52,9 @@ class TestSharedMemoryWithSocketFilesAndTwoCopiers(_Conformance):
 
 
 def test_a_small_read_ends_at_once() -> None:
-    """No thread has to wake up: the bytes are in place when `start_read` returns, and the end is in the next events."""
+    """No thread has to wake up: the bytes are in place when `start_read` returns, and the end is in the next
+    events.
+    """
     world = World(SharedMemoryTransport)
     try:
         link = world.pair(SharedMemoryOptions().inline_bytes)

@@ -207,7 +207,9 @@ def _socket_descriptor() -> int:
 
 @pytest.mark.parametrize("files", FILES)
 def test_dangerous_descriptors_are_refused(victim: Victim, files: str) -> None:
-    """The most dangerous one is a file that could shrink while it is mapped, which would kill this process."""
+    """The most dangerous one is a file that could shrink while it is mapped, which would kill this
+    process.
+    """
     before = len(os.listdir("/proc/self/fd"))
     with victim.dial() as sock:
         say_hello(sock, FILES[files]())
@@ -229,7 +231,9 @@ TOO_EARLY: dict[str, Callable[[socket.socket, list[int]], None]] = {
 
 @pytest.mark.parametrize("when", TOO_EARLY)
 def test_descriptors_are_accepted_only_after_the_hello(victim: Victim, when: str) -> None:
-    """No earlier descriptor is held while the peer sends nothing more, and none counts as one of the hello's."""
+    """No earlier descriptor is held while the peer sends nothing more, and none counts as one of the
+    hello's.
+    """
     before = len(os.listdir("/proc/self/fd"))
     with victim.dial() as sock:
         TOO_EARLY[when](sock, [memory_file(PAGE) for _ in range(100)])

@@ -1,4 +1,6 @@
-"""Reads in slices keep their promises in every order of events and with every loss: `transports.sliced` without a network."""
+"""Reads in slices keep their promises in every order of events and with every loss: `transports.sliced`
+without a network.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.support.sliced_model import Nodes, PromiseBrokenError, Wire, explore
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
-#: As `tcp`, `ucx` and `zeromq` move slices; each with pools in main memory and with staging buffers on either side.
+#: As `tcp`, `ucx` and `zeromq` move slices; each with pools in main memory and with staging buffers on either
+#: side.
 KERNEL = Wire("kernel", is_together=True, can_divert=True)
 LIBRARY = Wire("library", is_together=False, can_divert=False)
 MESSAGES = Wire("messages", is_together=True, can_divert=True, is_apart=True, is_late=True)

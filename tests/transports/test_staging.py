@@ -1,6 +1,9 @@
-"""Pools on a GPU over the network transports: their bytes pass through staging buffers. The GPU is a stand-in.
+"""Pools on a GPU over the network transports: their bytes pass through staging buffers.
 
-Device memory is poisoned: code that touches it with the CPU crashes. Copies end late, so a missing wait shows old bytes.
+The GPU is a stand-in.
+
+Device memory is poisoned: code that touches it with the CPU crashes. Copies end late, so a missing wait shows
+old bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +63,10 @@ MakeNode = Callable[..., Node]
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
+    """A stand-in for the driver of a machine with GPUs.
+
+    Everything that a test acquires from it must be released.
+    """
     with CudaDriverStandIn(pinned_bytes=2 << 30) as stand_in:
         for name in BINDINGS:
             monkeypatch.setitem(sys.modules, name, stand_in)
@@ -338,7 +344,9 @@ def test_reads_of_several_peers_share_a_ring_that_is_too_small_for_one(
 def test_nodes_with_other_slice_bytes_can_pair(
     make_node: MakeNode, world: World, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> None:
-    """The owner's staging buffers hold its own slices; a reader with larger ones cuts its reads accordingly."""
+    """The owner's staging buffers hold its own slices; a reader with larger ones cuts its reads
+    accordingly.
+    """
     producer, consumer = make_node(True, **theirs), make_node(True, **ours)
     producer.fill(1)
     assert world.read(world.link(producer, consumer), EVERYTHING, HELD).error is None

@@ -62,7 +62,10 @@ FRAMES: dict[str, tuple[Callable[[socket.socket], FrameSocket], bytes]] = {
 def test_no_frame_with_a_flipped_bit_is_taken(
     stream_of: Callable[[socket.socket], FrameSocket], frame: bytes
 ) -> None:
-    """Each bit. If it was one of the length, the rest may be awaited; the peer is lost when it is silent for too long."""
+    """Each bit.
+
+    If it was one of the length, the rest may be awaited; the peer is lost when it is silent for too long.
+    """
     for at in range(8 * len(frame)):
         flipped = bytearray(frame)
         flipped[at // 8] ^= 1 << at % 8

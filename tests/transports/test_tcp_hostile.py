@@ -1,4 +1,6 @@
-"""A peer of `tcp` that breaks the protocol is dropped with a reason, writes nowhere, and affects no other peer."""
+"""A peer of `tcp` that breaks the protocol is dropped with a reason, writes nowhere, and affects no other
+peer.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ needs_native = pytest.mark.skipif(
 def test_pieces_arrive_in_order_and_both_sides_hash_the_same_bytes(
     sizes: list[int], functions: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sockets hold less than a slice, so calls end in the middle of pieces, and frames at both ends stay unhashed."""
+    """The sockets hold less than a slice, so calls end in the middle of pieces, and frames at both ends stay
+    unhashed.
+    """
     for name in ("send_pieces", "receive_pieces"):
         monkeypatch.setattr(iovec, name, getattr(functions, name))
     num_bytes = sum(sizes)

@@ -1,4 +1,6 @@
-"""TLS of the `tcp` transport: which nodes are admitted, what is wrong with which file, and files that change."""
+"""TLS of the `tcp` transport: which nodes are admitted, what is wrong with which file, and files that
+change.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def test_a_peer_that_only_tcp_reaches_is_refused_with_the_options_to_change(
     make: Make, monkeypatch: pytest.MonkeyPatch, refuses: str, tls: str
 ) -> None:
     nodes = {name: make() for name in ("listener", "dialer", "friend")}
-    # There is no RDMA here. The node starts as if there were, and then finds that it cannot reach the peer with it.
+    # There is no RDMA here. The node starts as if there were, and then finds that it cannot reach the peer
+    # with it.
     monkeypatch.setattr("kvferry.transports.ucx.transport.require_network", lambda _: "ucx:rc_mlx5")
     nodes[refuses] = make(refuse_tcp=True, tls=tls)
     lost = connect(nodes["dialer"], nodes["listener"])

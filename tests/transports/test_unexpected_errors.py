@@ -1,4 +1,6 @@
-"""An exception of an unexpected type, from any call to the outside, costs one peer at most, never the owner's loop."""
+"""An exception of an unexpected type, from any call to the outside, costs one peer at most, never the owner's
+loop.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,10 @@ def faulty(owner: Any, name: str) -> Iterator[Fault]:
 
 
 def works(world: World, link: Link) -> bool:
-    """Whether a message and a read succeed. Check that each succeeds or ends with one of the project's errors."""
+    """Whether a message and a read succeed.
+
+    Check that each succeeds or ends with one of the project's errors.
+    """
     message = b"%d" % len(link.producer.history)
     try:
         link.consumer.endpoint.send(link.producer_id, message)

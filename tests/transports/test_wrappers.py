@@ -1,4 +1,6 @@
-"""The transports that tests put around others behave like them, except for the configured faults and delays."""
+"""The transports that tests put around others behave like them, except for the configured faults and
+delays.
+"""
 
 from __future__ import annotations
 

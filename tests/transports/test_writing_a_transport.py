@@ -132,7 +132,9 @@ def _backend(node: Node) -> Any:
 
 
 def _is_dropped(world: World, link: Link, kind: int, body: bytes) -> None:
-    """Have the consumer send a frame that no honest peer sends, and wait until the producer drops it for that."""
+    """Have the consumer send a frame that no honest peer sends, and wait until the producer drops it for
+    that.
+    """
     backend = _backend(link.consumer)
     backend.post(backend.peers.peer(link.producer_id), kind, body)
     world.serve(lambda: bool(link.producer.of_type(PeerLost)))
@@ -278,7 +280,9 @@ def test_the_pages_one_sided_reads_check_the_guard_after_the_copy() -> None:
 
 
 def test_the_suite_runs_outside_the_repository_without_a_warning(tmp_path: Path) -> None:
-    """By the command of the page, in an empty folder, where this repository's settings of pytest do not hold."""
+    """By the command of the page, in an empty folder, where this repository's settings of pytest do
+    not hold.
+    """
     (tmp_path / "plain_tcp.py").write_text(_code("A complete transport, step by step"))
     (tmp_path / "test_plain_tcp.py").write_text(_code("Test it").partition("pytest_plugins")[0])
     command = _code("Test it", "sh").split()

@@ -1,4 +1,6 @@
-"""Hostile peers of the `zeromq` transport are dropped with a typed error, and the other peers are still served."""
+"""Hostile peers of the `zeromq` transport are dropped with a typed error, and the other peers are still
+served.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The `zeromq` transport reports at once what arrived while its sockets were used for something else.
 
-The descriptor of a ZeroMQ socket signals an arrival once, and any call on the socket may take that signal away.
+The descriptor of a ZeroMQ socket signals an arrival once, and any call on the socket may take that signal
+away.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def signalled(node: Node) -> None:
 def test_a_message_that_arrived_before_the_wait(world: World) -> None:
     link = world.pair(4096)
     world.serve_quietly()
-    # With the handshake fewer than libzmq's queue holds. A message for which there is no room waits until its sender is served.
+    # With the handshake fewer than libzmq's queue holds. A message for which there is no room waits until its
+    # sender is served.
     for number in range(_QUEUE_LENGTH - 4):
         link.producer.endpoint.send(link.consumer_id, b"%d" % number)
         signalled(link.consumer)

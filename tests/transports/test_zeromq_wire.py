@@ -1,4 +1,6 @@
-"""The decoder of the `zeromq` transport decodes what was encoded, and raises a typed error for anything else."""
+"""The decoder of the `zeromq` transport decodes what was encoded, and raises a typed error for
+anything else.
+"""
 
 from __future__ import annotations
 

@@ -22,10 +22,11 @@ class _Orders(KVConnectorMetadata):
 
 
 class Planted(KVConnectorBase_V1):
-    """Saves late, or fails to load, as the request's `kv_transfer_params` say; it does nothing for other requests.
+    """Saves late, or fails to load, as the request's `kv_transfer_params` say; it does nothing for other
+    requests.
 
-    `"planted_save": true` keeps the blocks of a finished request for some steps; `"planted_load": true` promises the whole
-    prompt, and the load fails.
+    `"planted_save": true` keeps the blocks of a finished request for some steps; `"planted_load": true`
+    promises the whole prompt, and the load fails.
     """
 
     STEPS_OF_A_SAVE = 5

@@ -22,7 +22,8 @@ from tests.support.engine_process import Answer, Node
 from tests.support.zygote import Zygote
 
 HERE = Path(__file__).parent
-#: Modules that also run without vLLM, on the reference engine or without an engine. `make test-vllm` has vLLM.
+#: Modules that also run without vLLM, on the reference engine or without an engine. `make test-vllm` has
+#: vLLM.
 WITHOUT_VLLM = ("test_failures.py", "test_handoff.py", "test_import.py", "test_slow_steps.py")
 HAS_VLLM = find_spec("vllm") is not None
 
@@ -99,7 +100,10 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Llama model. Its weights are large, so that each token of a prompt changes the answer."""
+    """A folder with a random Llama model.
+
+    Its weights are large, so that each token of a prompt changes the answer.
+    """
     from tests.support.tiny_models import write_tiny_model
 
     return write_tiny_model(
@@ -109,7 +113,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Node]]:
-    """Start an engine. The caller calls `wait_until_ready`, so that several engines can start at the same time."""
+    """Start an engine.
+
+    The caller calls `wait_until_ready`, so that several engines can start at the same time.
+    """
     nodes: list[Node] = []
     with ExitStack() as stack:
 
@@ -177,7 +184,8 @@ class Pair:
         alone: Answer | None = None,
         **more: Any,
     ) -> None:
-        """Fail unless an answer is that of a node that computed the prompt itself, apart from near-ties of logits.
+        """Fail unless an answer is that of a node that computed the prompt itself, apart from near-ties of
+        logits.
 
         Args:
             alone: That answer, if it is known.

@@ -35,7 +35,9 @@ class ForgetsALayer(ExampleConnector):
 
 
 class LoadsTheLastToken(ExampleConnector):
-    """Claims the whole prompt, so that nothing is left from which the first token of the answer could be computed."""
+    """Claims the whole prompt, so that nothing is left from which the first token of the answer could be
+    computed.
+    """
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)

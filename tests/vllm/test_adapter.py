@@ -73,8 +73,8 @@ def test_it_is_a_connector_of_vllm():
 
     assert issubclass(KvferryConnector, KVConnectorBase_V1)
     assert not KvferryConnector.__abstractmethods__
-    # An older vLLM cannot be told about failed loads of several groups. For a connector that does not support several
-    # groups it makes a single one.
+    # An older vLLM cannot be told about failed loads of several groups. For a connector that does not support
+    # several groups it makes a single one.
     assert supports_hma(KvferryConnector) == hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
@@ -190,7 +190,10 @@ class TestRefusedSettings:
 
 
 class TestGroupsThatAreNotTransferred:
-    """vLLM marks a group whose contents can be made from those of another group. It is left out; nothing is refused."""
+    """vLLM marks a group whose contents can be made from those of another group.
+
+    It is left out; nothing is refused.
+    """
 
     @pytest.fixture
     def config(self):
@@ -285,7 +288,9 @@ class TestDraftLayers:
         assert connector.get_loaded_kv_cache_group_ids(None) == (0, 2)
 
     def test_their_pages_are_zeroed_before_a_load(self):
-        """A peer without the draft model does not fill them, and they may hold what another request left there."""
+        """A peer without the draft model does not fill them, and they may hold what another request left
+        there.
+        """
         cache = torch.ones(16, 4)
         half = SimpleNamespace(allocate_kv_memory=torch.zeros, submit=lambda *args, **kwargs: None)
         side = WorkerSide(SimpleNamespace(), None, half)
@@ -335,7 +340,10 @@ class TestStates:
     def test_the_last_token_is_left_out_only_of_a_prompt_that_can_be_offered(
         self, role, max_tokens, prompt_logprobs, num_left
     ):
-        """The decode node computes it. A request that wants more than the offer gets its right answer instead."""
+        """The decode node computes it.
+
+        A request that wants more than the offer gets its right answer instead.
+        """
         state = MambaSpec(512, ((3, 8),), (torch.float32,))
         side = _side(role=role, spec=state)
         request = _request("r", {"do_remote_decode": True})
@@ -366,7 +374,10 @@ class TestStates:
 
 
 class TestPacking:
-    """The order in which CPU attention stores keys. Older versions of vLLM have it elsewhere, or not at all."""
+    """The order in which CPU attention stores keys.
+
+    Older versions of vLLM have it elsewhere, or not at all.
+    """
 
     @staticmethod
     def _packing(**layer):
@@ -492,7 +503,9 @@ class TestEarlyOffers:
 
     @staticmethod
     def step(new=(), cached=(), preempted=(), resumed=()):
-        """One of vLLM's steps: new requests as (id, blocks), and others as (id, new blocks, tokens computed before)."""
+        """One of vLLM's steps: new requests as (id, blocks), and others as (id, new blocks, tokens computed
+        before).
+        """
         return SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=([*blocks],)) for name, blocks in new],
             scheduled_cached_reqs=SimpleNamespace(
@@ -744,7 +757,9 @@ class TestMoving:
 
 
 class TestWindowBlocks:
-    """The blocks that the prompt's last token sees are held, because vLLM frees them when the request ends."""
+    """The blocks that the prompt's last token sees are held, because vLLM frees them when the request
+    ends.
+    """
 
     SPEC = SlidingWindowSpec(16, 1, 8, torch.float32, sliding_window=20)
 
@@ -992,7 +1007,9 @@ class TestExplaining:
 
 
 class TestRefusedRequests:
-    """An exception in a scheduler method would end the engine, so a refused request becomes a load that fails."""
+    """An exception in a scheduler method would end the engine, so a refused request becomes a load that
+    fails.
+    """
 
     @pytest.fixture
     def side(self):
@@ -1077,7 +1094,10 @@ def test_a_consumer_that_is_asked_for_an_offer_logs_that_it_ignores_this(caplog)
 
 
 class TestSharedOffers:
-    """If several requests have the same offer, the first one loads. For the others, vLLM is told to ask again later."""
+    """If several requests have the same offer, the first one loads.
+
+    For the others, vLLM is told to ask again later.
+    """
 
     PARAMS: ClassVar = {
         "do_remote_prefill": True,
@@ -1142,7 +1162,10 @@ class TestSharedOffers:
 
 
 class TestOneStep:
-    """Which of vLLM's calls submits which orders. All orders that peers wait for come before the forward pass."""
+    """Which of vLLM's calls submits which orders.
+
+    All orders that peers wait for come before the forward pass.
+    """
 
     NOW = RequestOrders("p", offer=OfferOrder(1, ((1,),), 16, "content"))
     LATER = RequestOrders("d", load=(GroupBlocks(0, (2,)),))
@@ -1184,7 +1207,9 @@ class TestOneStep:
         assert submitted == [False]
 
     def test_a_step_that_computes_nothing_waits_for_a_handoff_to_end(self, side):
-        """vLLM repeats such steps at once, and each of them takes processor time from what copies the cache."""
+        """vLLM repeats such steps at once, and each of them takes processor time from what copies the
+        cache.
+        """
         waits = []
         side._half.wait_finished = waits.append
 
@@ -1206,7 +1231,9 @@ class TestOneStep:
         assert 0 < waits[0] <= 0.005  # a request that arrives meanwhile waits as long
 
     def test_on_a_gpu_no_step_waits(self, side):
-        """The thread of the step launches the kernels of the next one, and the handoff thread has cores of its own."""
+        """The thread of the step launches the kernels of the next one, and the handoff thread has cores of
+        its own.
+        """
         waits = []
         side._vllm_config.device_config.device_type = "cuda"
         side._half.wait_finished = waits.append

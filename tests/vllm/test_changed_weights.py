@@ -1,4 +1,6 @@
-"""Weights that change in the memory of running vLLM engines: nothing that was computed with other weights is handed over."""
+"""Weights that change in the memory of running vLLM engines: nothing that was computed with other weights is
+handed over.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def change(node: Node, factor: float = FACTOR, tensor: str = WEIGHT) -> None:
 
 
 def forget(node: Node) -> None:
-    """Reset the prefix cache. That fails while blocks are in use, and those of offers that end are freed with the next step."""
+    """Reset the prefix cache.
+
+    That fails while blocks are in use, and those of offers that end are freed with the next step.
+    """
     node.wait_for_status(lambda status: status["num_requests"] == 0)
     assert node.order("forget")["done"]
 
@@ -169,7 +174,9 @@ def test_a_reset_of_the_connectors_cache_ends_offers(pair: Pair, prompt, is_at_r
 
 
 class TestReloads:
-    """On a CPU the weights of linear layers are in a form that cannot be read, so only the names of their files tell them apart."""
+    """On a CPU the weights of linear layers are in a form that cannot be read, so only the names of their
+    files tell them apart.
+    """
 
     @pytest.fixture
     def other_model(self, model: Path, tmp_path: Path) -> Path:

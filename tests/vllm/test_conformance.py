@@ -1,4 +1,6 @@
-"""The connector suite inside vLLM: on our connector, on vLLM's ExampleConnector, and on that one with planted bugs."""
+"""The connector suite inside vLLM: on our connector, on vLLM's ExampleConnector, and on that one with planted
+bugs.
+"""
 
 from __future__ import annotations
 

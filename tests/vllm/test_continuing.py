@@ -19,7 +19,9 @@ def test_an_engine_describes_itself(pair, prompt):
 
 
 def test_it_refuses_to_continue_another_models_answer_whatever_its_policy(pair, prompt, policy):
-    """A load that fails would be recomputed under one of the two policies, and the answer would go on with another model."""
+    """A load that fails would be recomputed under one of the two policies, and the answer would go on with
+    another model.
+    """
     tokens = prompt(100)
     offered = pair.prefilled(tokens)
     params = {**offered, "continues": {"model": "0" * 64}}

@@ -55,7 +55,9 @@ class Pair:
         return Server(self.decode).metric(LOADS)
 
     def assert_like_alone(self, prompt: str, answer: Answer) -> None:
-        """Fail unless this is the decode server's own answer to a prompt that it has computed itself, apart from near-ties."""
+        """Fail unless this is the decode server's own answer to a prompt that it has computed itself, apart
+        from near-ties.
+        """
         alone = {"cache_salt": "alone", "ignore_eos": True}
         (found,) = answer.body["choices"]
         (expected,) = complete(self.decode, prompt, **alone).body["choices"]

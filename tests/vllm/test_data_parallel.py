@@ -1,4 +1,6 @@
-"""Several engines behind one address: each of them is a node of its own, and serves either half of a handoff."""
+"""Several engines behind one address: each of them is a node of its own, and serves either half of a
+handoff.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,10 @@ def test_an_engine_continues_what_a_single_node_computed(server, shm_pair, promp
 
 
 def test_several_samples_of_one_prompt_at_one_engine(server, prompt):
-    """vLLM spreads samples over its engines, and only one engine can read an offer. So the request names the engine."""
+    """vLLM spreads samples over its engines, and only one engine can read an offer.
+
+    So the request names the engine.
+    """
     tokens = prompt(303)
     how = {"n": 3, "temperature": 1, "seed": 7, "kv_transfer_params": server.offer(tokens, 0)}
     before = server.by_engine("kvferry_load_seconds_count")

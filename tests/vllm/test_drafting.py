@@ -1,4 +1,6 @@
-"""Speculative decoding with a draft model, which keeps a cache of its own, on both nodes or on one of them."""
+"""Speculative decoding with a draft model, which keeps a cache of its own, on both nodes or on one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
 
 
 def test_a_prefix_that_another_request_loaded(pair, prompt):
-    """vLLM finds the loaded blocks in its prefix cache, whether or not the draft model's part came with them."""
+    """vLLM finds the loaded blocks in its prefix cache, whether or not the draft model's part came
+    with them.
+    """
     tokens = prompt(400)
     pair.hand_over(tokens)
     answer = pair.decode.ask(next(pair.names), [*tokens, 1, 2, 3], 24)

@@ -16,7 +16,8 @@ from tests.vllm.test_servers import ARGUMENTS, OPTIONS, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: Longer than the test takes, so that only the delivery of the offer can end the drain before the end of the lease.
+#: Longer than the test takes, so that only the delivery of the offer can end the drain before the end of the
+#: lease.
 LEASE_S = 60
 END_S = 30.0
 

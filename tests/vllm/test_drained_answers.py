@@ -1,4 +1,6 @@
-"""`vllm serve` processes behind the router: a decode server that is removed has its running answers moved, with their cache."""
+"""`vllm serve` processes behind the router: a decode server that is removed has its running answers moved,
+with their cache.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ USAGE = {"stream_options": {"include_usage": True}}
 MOVED, LOADS = "kvferry_router_moved_answers_total", "kvferry_load_seconds_count"
 
 
-#: The tokens of letters, each of which is a whole character. If the text of a part of one is held back, the next server computes more.
+#: The tokens of letters, each of which is a whole character. If the text of a part of one is held back, the
+#: next server computes more.
 LETTERS = {"logit_bias": {str(token_id): 100 for token_id in range(64, 90)}}
 
 
@@ -124,7 +127,8 @@ def test_answers_of_a_server_that_is_removed_go_on_elsewhere_with_their_cache(fl
         computed, loaded = (now - then for now, then in zip(tokens_of(other), before[other.url], strict=True))
         num_computed.append(computed)
         if has_letters:
-            # All but the last token, whose keys and values no server has computed; the first server has loaded the prompt alone.
+            # All but the last token, whose keys and values no server has computed; the first server has
+            # loaded the prompt alone.
             assert computed == 1
             assert loaded > tokens_of(left)[1] - before[left.url][1]
         pauses.append(max(later - earlier for earlier, later in itertools.pairwise(times)))
@@ -149,7 +153,9 @@ def test_the_limit_of_the_servers_holds_for_an_answer_that_moves(limited):
 
 
 def tokens_of(server):
-    """Return how many tokens of prompts a server has computed and loaded; for it, the answer so far is part of the prompt."""
+    """Return how many tokens of prompts a server has computed and loaded; for it, the answer so far is part
+    of the prompt.
+    """
     sources = ("local_compute", "external_kv_transfer")
     return tuple(int(Server(server).metric(TOKENS, source=source)) for source in sources)
 

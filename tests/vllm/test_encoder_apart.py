@@ -1,4 +1,6 @@
-"""An encoder apart: one engine computes images, and another one answers with what was computed, or computes them itself."""
+"""An encoder apart: one engine computes images, and another one answers with what was computed, or computes
+them itself.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,10 @@ def encoder(nodes):
 
 @pytest.fixture
 def answering(nodes) -> Iterator[Any]:
-    """The node that answers, with empty caches. In the end nothing may be in use or remembered, there or at the encoder."""
+    """The node that answers, with empty caches.
+
+    In the end nothing may be in use or remembered, there or at the encoder.
+    """
     for node in nodes:
         node.order("forget_items")
     yield nodes[1]
@@ -124,7 +129,10 @@ def encode(node, tokens, image="red"):
 
 
 def ask(node, tokens, items, image="red"):
-    """Ask for an answer to a prompt with an image. Returns it, and how many items were loaded for it, and failed."""
+    """Ask for an answer to a prompt with an image.
+
+    Returns it, and how many items were loaded for it, and failed.
+    """
     before = node.order("encoder")
     answer = node.ask(next(NAMES), tokens, 8, image=image, items=items)
     after = node.order("encoder")

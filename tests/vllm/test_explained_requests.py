@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_S = 400.0
 NUM_TOKENS = 300
-#: How a busy machine may change a part from one request to the next, in seconds. It is far less than `SLOW_S`.
+#: How a busy machine may change a part from one request to the next, in seconds. It is far less than
+#: `SLOW_S`.
 NOISE_S = 0.7
 QUEUE, PROMPT, CACHE, STEP = "queue", "prompt", "cache, what the prompt did not hide of it", "first step"
 
@@ -48,7 +49,9 @@ class Explained:
 
 
 class Pair:
-    """A router, a prefill server and a decode server of the default model, whose prompts take a second on a CPU."""
+    """A router, a prefill server and a decode server of the default model, whose prompts take a second on a
+    CPU.
+    """
 
     def __init__(self, router: LaunchedProcess, places: dict[str, Path]) -> None:
         self._router = router
@@ -56,7 +59,9 @@ class Pair:
         self._dice = random.Random(7)
 
     def ask(self, role: str = "", place: str = "") -> Explained:
-        """Send a request of `NUM_TOKENS` tokens that no cache has, with a server that is slow once if one is named."""
+        """Send a request of `NUM_TOKENS` tokens that no cache has, with a server that is slow once if one is
+        named.
+        """
         prompt = [self._dice.randrange(10, 200) for _ in range(NUM_TOKENS)]
         name = f"{role}-{place}-{prompt[0]}-{prompt[1]}"
         body = {"model": "model", "prompt": prompt, "max_tokens": 4, "stream": True, "ignore_eos": True}

@@ -1,4 +1,6 @@
-"""Caches of 8-bit floats, which hold rounded keys and values: both nodes must have the same kind, and then answer alike."""
+"""Caches of 8-bit floats, which hold rounded keys and values: both nodes must have the same kind, and then
+answer alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two real engines, vLLM's or the reference one: the decode node continues a prompt that it has not computed."""
+"""Two real engines, vLLM's or the reference one: the decode node continues a prompt that it has not
+computed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_one_token_on_each_side(pair, prompt):
 
 
 def test_all_blocks_except_the_last_one_are_cached(pair, prompt):
-    """vLLM always computes at least one token, so it finds one block less in its cache than the prompt has."""
+    """vLLM always computes at least one token, so it finds one block less in its cache than the
+    prompt has.
+    """
     tokens = prompt(96)
     pair.decode.ask(next(pair.names), tokens)
     before = pair.decode.order("figures")["num_bytes"]

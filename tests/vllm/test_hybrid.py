@@ -60,7 +60,10 @@ def test_a_prefix_that_is_already_cached(pair, prompt):
 
 
 def test_an_offer_that_was_already_read(pair, prompt, policy):
-    """With several groups, vLLM cannot be told about single invalid blocks. It is told about the failed request."""
+    """With several groups, vLLM cannot be told about single invalid blocks.
+
+    It is told about the failed request.
+    """
     tokens = prompt(200)
     params = pair.prefilled(tokens)
     pair.decode.ask(next(pair.names), tokens, 8, params)

@@ -18,7 +18,9 @@ def running_pair(start_module_pair, tmp_path_factory):
 
 @pytest.fixture
 def illustrated(prompt):
-    """A prompt with a placeholder for an image, which begins before the boundary of two blocks and ends after it."""
+    """A prompt with a placeholder for an image, which begins before the boundary of two blocks and ends after
+    it.
+    """
     from kvferry.lab.prove.models import IMAGE_TOKEN
 
     tokens = prompt(100)
@@ -37,7 +39,10 @@ def test_tokens_equal_those_of_one_node(pair, illustrated):
 
 
 def test_an_offer_with_another_image_is_not_loaded(pair, illustrated, policy, is_at_rest):
-    """The text is the same. The offer is refused before a byte is read, and the prefill node frees its blocks."""
+    """The text is the same.
+
+    The offer is refused before a byte is read, and the prefill node frees its blocks.
+    """
     before = pair.decode.order("figures")
     params = pair.prefilled(illustrated, image="green")
     answer = pair.decode.ask(next(pair.names), illustrated, 8, params, image="yellow")
@@ -49,7 +54,9 @@ def test_an_offer_with_another_image_is_not_loaded(pair, illustrated, policy, is
 
 
 def test_a_cached_prefix_with_another_image_is_not_used(pair, illustrated):
-    """The first block ends inside the image's tokens, so the whole prompt is loaded, as into an empty cache."""
+    """The first block ends inside the image's tokens, so the whole prompt is loaded, as into an empty
+    cache.
+    """
     loaded = []
     for image in (None, "red"):
         pair.decode.order("forget")

@@ -18,7 +18,10 @@ TARGETS = {
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """What requests name: adapter → its name and folder. The third has the first one's name and other weights."""
+    """What requests name: adapter → its name and folder.
+
+    The third has the first one's name and other weights.
+    """
     root, modules = tmp_path_factory.mktemp("adapters"), ["q_proj", "v_proj", "down_proj"]
     folders = [write_adapter(root / str(seed), TARGETS, seed, target_modules=modules) for seed in range(3)]
     names = ("polite", "terse", "polite")

@@ -47,11 +47,12 @@ def running_pair(start_module_pair, latent_model):
 
 @pytest.mark.parametrize("num_tokens", [5, 33, 400])
 def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
-    """The prompt ends with the node's own first token, so that its own answer goes on with the same kernel as the handoff.
+    """The prompt ends with the node's own first token, so that its own answer goes on with the same kernel as
+    the handoff.
 
-    vLLM's CPU kernels for prompts and for single tokens differ by more than a near-tie with random weights. The one for prompts
-    even depends on the prompt's length: a node's own answer to a prompt of 6 tokens is not what it says after one of 5. So
-    log probabilities are compared roughly here, and caches exactly below.
+    vLLM's CPU kernels for prompts and for single tokens differ by more than a near-tie with random weights.
+    The one for prompts even depends on the prompt's length: a node's own answer to a prompt of 6 tokens is
+    not what it says after one of 5. So log probabilities are compared roughly here, and caches exactly below.
     """
     tokens = prompt(num_tokens)
     alone = pair.alone(tokens, 9)
@@ -62,7 +63,9 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
 
 
 class TestOtherBlockSizes:
-    """Latents are not packed, so a block of one node is read in the parts in which the other node keeps them."""
+    """Latents are not packed, so a block of one node is read in the parts in which the other node
+    keeps them.
+    """
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -89,7 +92,8 @@ class TestOtherBlockSizes:
 class TestUnlikeRanks:
     """Each rank keeps the whole latent, so a rank reads it from one rank of the other node.
 
-    On a CPU vLLM itself answers differently with one rank and with two, so the caches are compared and not the answers.
+    On a CPU vLLM itself answers differently with one rank and with two, so the caches are compared and not
+    the answers.
     """
 
     #: Ranks busy-poll while they wait for each other, so on shared cores their signs of life can be late.

@@ -1,7 +1,8 @@
-"""Three `vllm serve` processes behind the router: answers outlive their decode server, completions and chats alike.
+"""Three `vllm serve` processes behind the router: answers outlive their decode server, completions and chats
+alike.
 
-KVFERRY_LOSSES is how many servers are frozen; a quarter as many are killed, because a start takes half a minute. CONNECTORS names
-the transports.
+KVFERRY_LOSSES is how many servers are frozen; a quarter as many are killed, because a start takes half a
+minute. CONNECTORS names the transports.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ LOADS = "kvferry_load_seconds_count"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
-    """In place of the check of each test: the servers are the module's, and a test starts those anew that it has killed."""
+    """In place of the check of each test: the servers are the module's, and a test starts those anew that it
+    has killed.
+    """
 
 
 @pytest.fixture(scope="module", params=os.environ.get("CONNECTORS", "shm").split())
@@ -116,7 +119,10 @@ def test_answers_outlive_their_decode_server(servers, questions, start_fleet, ki
 
 
 def test_without_a_prefill_server_the_prompt_is_computed_again(servers, questions, start_fleet):
-    """The control: the same losses, but no cache is handed over. Reference nodes count how many tokens that costs."""
+    """The control: the same losses, but no cache is handed over.
+
+    Reference nodes count how many tokens that costs.
+    """
     before = [Server(server.process).metric(LOADS) for server in servers[:1]]
     fleet = start_fleet(servers, servers[1:], ["--node"] * 3, "--placement", "never")
     report = lose_nodes(fleet, questions, "kill", NUM_KILLS, attrgetter("num_known"))

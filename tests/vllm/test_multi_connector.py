@@ -1,4 +1,6 @@
-"""kvferry as a child of vLLM's MultiConnector, beside vLLM's own connectors and one that fails, in both orders."""
+"""kvferry as a child of vLLM's MultiConnector, beside vLLM's own connectors and one that fails, in both
+orders.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ def _parent(*children):
 
 
 def _sent(stats):
-    """Return what the front end gets of a MultiConnector's figures; before 0.29 each child's object is sent as it is."""
+    """Return what the front end gets of a MultiConnector's figures; before 0.29 each child's object is sent
+    as it is.
+    """
     return stats.to_dict() if hasattr(stats, "to_dict") else asdict(stats)["data"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing older vLLM's ExampleConnector
 class TestFigures:
-    """MultiConnector keeps the figures of each child under the name of its class, and looks the class up by this name."""
+    """MultiConnector keeps the figures of each child under the name of its class, and looks the class up by
+    this name.
+    """
 
     @pytest.fixture(autouse=True)
     def _unregistered(self, monkeypatch):
@@ -186,7 +192,9 @@ class TestEngines:
         pair.assert_like_alone(tokens, again, alone=first)
 
     def test_what_another_child_has_replaces_a_failed_load(self, pair, prompt, forget):
-        """The policy `recompute` asks all children once more; the first child that has the prompt may even be asked before."""
+        """The policy `recompute` asks all children once more; the first child that has the prompt may even be
+        asked before.
+        """
         tokens = prompt(400)
         alone = pair.decode.ask(next(pair.names), tokens, 8)
         pair.decode.order("forget")
@@ -234,7 +242,9 @@ class TestEngines:
         pair.assert_like_alone(tokens, answer)
 
     def test_blocks_are_not_reused_while_another_child_reads_them(self, pair, prompt, forget):
-        """OffloadingConnector copies the blocks of finished requests late; loads go into blocks that were free."""
+        """OffloadingConnector copies the blocks of finished requests late; loads go into blocks that were
+        free.
+        """
         prompts = [prompt(900, seed) for seed in range(6)]
         first = [pair.hand_over(tokens)["tokens"] for tokens in prompts]
         pair.decode.order("forget")

@@ -26,7 +26,10 @@ def doomed(request, start_node, running_pair, pair):
 
 
 def test_prefill_node_killed_while_it_is_read(doomed, prompt):
-    """The load is granted while the request queues. Before its read starts, the prefill node is stopped, then killed."""
+    """The load is granted while the request queues.
+
+    Before its read starts, the prefill node is stopped, then killed.
+    """
     doomed.hand_over(prompt(64))
     tokens = prompt(800)
     name = next(doomed.names)

@@ -1,4 +1,6 @@
-"""A vLLM that allocates its cache in memory that peers cannot map, as versions before 0.31 do: peers still read it."""
+"""A vLLM that allocates its cache in memory that peers cannot map, as versions before 0.31 do: peers still
+read it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def running_pair(request, hookless, shm_pair):
 
 @pytest.fixture
 def mechanism(pair, hookless):
-    """The expected mechanism: a mapped pool can be read into any memory, other memory is read through the kernel."""
+    """The expected mechanism: a mapped pool can be read into any memory, other memory is read through the
+    kernel.
+    """
     return "process_vm_readv" if pair.prefill is hookless else "mapped"
 
 

@@ -1,4 +1,7 @@
-"""CPU attention stores keys in an order that depends on the processor. A node with another order is refused by name."""
+"""CPU attention stores keys in an order that depends on the processor.
+
+A node with another order is refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`kvferry prove` on real vLLM servers: it tells right answers from wrong ones, and leaves no process behind."""
+"""`kvferry prove` on real vLLM servers: it tells right answers from wrong ones, and leaves no process
+behind.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_two_cells_of_kvferry(tmp_path: Path) -> None:
 
 
 def test_wrong_tokens_are_found(tmp_path: Path) -> None:
-    """vLLM's ExampleConnector finds caches by the prompt's tokens alone, so it takes those of other weights."""
+    """vLLM's ExampleConnector finds caches by the prompt's tokens alone, so it takes those of other
+    weights.
+    """
     with _prove(
         tmp_path, "--preset", "example", "--repeats", "1", "--only", "none", "other-weights"
     ) as process:
@@ -44,7 +48,9 @@ def test_wrong_tokens_are_found(tmp_path: Path) -> None:
 
 
 def test_a_connector_that_ends_at_the_router_is_tried_to_the_end(tmp_path: Path) -> None:
-    """A prompt of one token, with which a router learns what a node is, ends an engine with vLLM's ExampleConnector."""
+    """A prompt of one token, with which a router learns what a node is, ends an engine with vLLM's
+    ExampleConnector.
+    """
     words = ("--preset", "example", "--repeats", "2", "--only", "none", "router-kill-prefill")
     with _prove(tmp_path, *words) as process:
         told, log = process.communicate()

@@ -1,4 +1,6 @@
-"""Both nodes are asked at once, by a name: the cache crosses while vLLM computes the prompt, and every wait ends."""
+"""Both nodes are asked at once, by a name: the cache crosses while vLLM computes the prompt, and every wait
+ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two `vllm serve` processes with the default deadlines, under load and with requests that one of them refuses."""
+"""Two `vllm serve` processes with the default deadlines, under load and with requests that one of them
+refuses.
+"""
 
 from __future__ import annotations
 

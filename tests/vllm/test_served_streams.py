@@ -1,4 +1,6 @@
-"""Two `vllm serve` processes behind the router: their streams are those of one server, and equal models share answers."""
+"""Two `vllm serve` processes behind the router: their streams are those of one server, and equal models share
+answers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ GREEDY = [{"prompt": f"{number}: {LONG}", **USAGE} for number in range(10)]
 MORE = {
     "one token": {"prompt": "o" + LONG, "max_tokens": 1, **USAGE},
     "one token, no usage": {"prompt": [70] * 40, "max_tokens": 1},
-    # One chunk: vLLM 0.32 on the CPU dies of a seeded request with several ("CPU Generator does not use offset").
+    # One chunk: vLLM 0.32 on the CPU dies of a seeded request with several ("CPU Generator does not use
+    # offset").
     "seeded": {"prompt": "s" + LONG[:40], "temperature": 0.9, "seed": 4},
     "stop texts": {"prompt": "t" + LONG, "stop": ["qq"]},
     "longer than the model": {"prompt": [66] * 500, "max_tokens": 12},
@@ -182,7 +185,8 @@ def test_the_offer_of_a_refused_stream_is_released_before_its_lease_ends(launche
     _, (prefill, _) = servers
     router = launcher.start_router("failing", [prefill], [others["fail"]]).wait_ready(START_S)
     wait_until(lambda: states(Client(router)) == ["ready", "ready"])
-    # Servers that recompute what they refuse tell no router, so offers of earlier tests stay until their leases end.
+    # Servers that recompute what they refuse tell no router, so offers of earlier tests stay until their
+    # leases end.
     Server(prefill).wait_for(USAGE_OF_CACHE, lambda usage: usage == 0)
     text = {"messages": [{"role": "user", "content": LONG}]} if "chat" in path else {"prompt": LONG}
     for number in range(3):

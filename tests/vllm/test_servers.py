@@ -1,4 +1,6 @@
-"""`vllm serve` as users run it: the decode server while the prefill server dies at each stage, and restarts."""
+"""`vllm serve` as users run it: the decode server while the prefill server dies at each stage, and
+restarts.
+"""
 
 from __future__ import annotations
 

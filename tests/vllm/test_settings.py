@@ -1,4 +1,6 @@
-"""vLLM settings that change what a step computes: chunked prompts, speculative tokens, preemption before an offer."""
+"""vLLM settings that change what a step computes: chunked prompts, speculative tokens, preemption before an
+offer.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_an_offer_that_was_already_read(pair, prompt, policy):
 
 
 def test_requests_that_were_preempted_before_they_are_offered(pair, prompt):
-    """Four sequences of 34 blocks in a pool of 127: one of them computes its prompt twice, and offers it once."""
+    """Four sequences of 34 blocks in a pool of 127: one of them computes its prompt twice, and offers it
+    once.
+    """
     prompts = [prompt(900, seed) for seed in range(4)]
     names = [next(pair.names) for _ in prompts]
     before = pair.prefill.order("figures")["num_preemptions"]

@@ -1,4 +1,6 @@
-"""`vllm serve` with several ranks in a rendezvous, hundreds of times: no handoff waits until a deadline ends it."""
+"""`vllm serve` with several ranks in a rendezvous, hundreds of times: no handoff waits until a deadline ends
+it.
+"""
 
 from __future__ import annotations
 

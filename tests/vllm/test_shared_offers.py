@@ -1,4 +1,7 @@
-"""vLLM splits a request for several samples into requests with the same offer. One loads it, the others wait."""
+"""vLLM splits a request for several samples into requests with the same offer.
+
+One loads it, the others wait.
+"""
 
 from __future__ import annotations
 

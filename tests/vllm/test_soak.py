@@ -1,6 +1,8 @@
-"""Inject faults from a seed into `vllm serve` processes under load: no token is wrong, every request ends, nothing leaks.
+"""Inject faults from a seed into `vllm serve` processes under load: no token is wrong, every request ends,
+nothing leaks.
 
-As `tests/e2e/test_chaos.py` does with reference nodes, and with the same variables. CONNECTORS names the transport.
+As `tests/e2e/test_chaos.py` does with reference nodes, and with the same variables. CONNECTORS names the
+transport.
 """
 
 from __future__ import annotations

@@ -101,7 +101,9 @@ class TestWithPrefixCaching:
 
     @pytest.mark.parametrize("num_tokens", [33, 288, 700])
     def test_tokens_equal_those_of_one_node(self, pair, prompt, num_tokens):
-        """The prompt ends with the node's own first token, so that its own answer goes on with the same kernel as the handoff."""
+        """The prompt ends with the node's own first token, so that its own answer goes on with the same
+        kernel as the handoff.
+        """
         tokens = prompt(num_tokens)
         alone = pair.alone(tokens, 9)
         pair.decode.order("forget")

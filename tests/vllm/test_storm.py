@@ -1,4 +1,6 @@
-"""Loads that fail together in a small pool, and storms of random requests: every request ends, and no answer is wrong."""
+"""Loads that fail together in a small pool, and storms of random requests: every request ends, and no answer
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def _release(pair, offer):
 
 
 def test_loads_that_fail_together_do_not_wait_for_each_other(pair, prompt):
-    """Each holds what it was to load. To compute its prompt it needs more: blocks of the windows that it would not load."""
+    """Each holds what it was to load.
+
+    To compute its prompt it needs more: blocks of the windows that it would not load.
+    """
     pair.decode.order("policy", policy="recompute")
     where = pair.prefilled([7] * 40)
     _release(pair, where)
@@ -56,7 +61,9 @@ def test_loads_that_fail_together_do_not_wait_for_each_other(pair, prompt):
 
 
 class Storm:
-    """Random requests at both nodes: offers that are loaded, lost, released or loaded twice, meetings with one half, and aborts."""
+    """Random requests at both nodes: offers that are loaded, lost, released or loaded twice, meetings with
+    one half, and aborts.
+    """
 
     def __init__(self, pair, seed):
         self._pair = pair

@@ -37,7 +37,9 @@ def running_pair(request, transport):
 
 
 def test_the_mechanism_is_visible(pair, prompt, transport):
-    """Over shared memory, blocks are read directly from vLLM's pool, if vLLM lets the transport allocate it."""
+    """Over shared memory, blocks are read directly from vLLM's pool, if vLLM lets the transport
+    allocate it.
+    """
     labels = LABELS[transport]
     if transport == "shm" and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
         labels = labels | {"mechanism": "process_vm_readv"}

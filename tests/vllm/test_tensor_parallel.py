@@ -1,4 +1,6 @@
-"""Several ranks: each reads its heads from the ranks that keep them, and a request ends when all ranks report it."""
+"""Several ranks: each reads its heads from the ranks that keep them, and a request ends when all ranks report
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nodes of unlike shapes: each rank reads the heads and layers that it keeps from the ranks that keep them."""
+"""Nodes of unlike shapes: each rank reads the heads and layers that it keeps from the ranks that keep
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # Workers busy-poll while they wait for each other, so on shared cores their signs of life can be late.
 PATIENCE = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
 
-#: Tensor-parallel ranks and pipeline stages of the first node, the same of the second one, and the model's KV heads.
+#: Tensor-parallel ranks and pipeline stages of the first node, the same of the second one, and the model's KV
+#: heads.
 SHAPES = {
     "two ranks and one, two KV heads": ((2, 1), (1, 1), 2),
     "two ranks and one, one KV head": ((2, 1), (1, 1), 1),
@@ -23,7 +26,8 @@ def _ranks(tensor, stages):
     if tensor * stages == 1:
         return {}
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
-    # vLLM's runner for CPUs makes the buffer between stages while it warms up, and it does so only if it may compile.
+    # vLLM's runner for CPUs makes the buffer between stages while it warms up, and it does so only if it may
+    # compile.
     return {**sizes, "distributed_executor_backend": "mp", "enforce_eager": stages == 1}
 
 

@@ -1,4 +1,6 @@
-"""The hash of weights in memory changes exactly with the weights, and a node that does not know its weights says so."""
+"""The hash of weights in memory changes exactly with the weights, and a node that does not know its weights
+says so.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_a_view_is_hashed_with_the_memory_around_it() -> None:
 
 
 class Workers:
-    """Runs functions in two workers in turn, as vLLM's executors do, and notes what they describe to peers."""
+    """Runs functions in two workers in turn, as vLLM's executors do, and notes what they describe to
+    peers.
+    """
 
     def __init__(self) -> None:
         self.models = [Model(1), Model(2)]

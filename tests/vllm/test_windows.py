@@ -91,7 +91,9 @@ def _hand_over(pair, offered, prompts):
 
 
 def _hand_over_at_once(pair, prompts):
-    """The same, with both nodes asked at once: the decode node loads what the prefill node has computed so far."""
+    """The same, with both nodes asked at once: the decode node loads what the prefill node has computed so
+    far.
+    """
     offer = pair.prefilled([7] * 40)  # says where the prefill node is
     names = [(next(pair.names), next(pair.names)) for _ in prompts]
     for tokens, (here, there) in zip(prompts, names, strict=True):

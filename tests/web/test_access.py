@@ -622,7 +622,10 @@ OWN_NAMES = [
 
 @pytest.mark.parametrize("keys", [ApiKeys(), ApiKeys([("v", KEY)])], ids=["no key", "key"])
 async def test_without_a_key_a_server_on_loopback_answers_to_names_of_loopback_only(keys: ApiKeys) -> None:
-    """A website can let its own name lead to 127.0.0.1. To the browser the server is then a part of that site."""
+    """A website can let its own name lead to 127.0.0.1.
+
+    To the browser the server is then a part of that site.
+    """
     other = 200 if keys else 403
     expected = {
         **dict.fromkeys(OWN_NAMES, 200),

@@ -1,4 +1,6 @@
-"""No client can block a server, exhaust its resources, or make it work for nothing, whatever the client sends."""
+"""No client can block a server, exhaust its resources, or make it work for nothing, whatever the client
+sends.
+"""
 
 from __future__ import annotations
 

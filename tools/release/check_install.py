@@ -2,8 +2,8 @@
 
     PYTHON tools/release/check_install.py
 
-Exits with status 0 if the version is that of the distribution, `kvferry.transports` and `kvferry.connector` import without
-PyTorch, the copy loop is compiled, and one endpoint can read another's pool.
+Exits with status 0 if the version is that of the distribution, `kvferry.transports` and `kvferry.connector`
+import without PyTorch, the copy loop is compiled, and one endpoint can read another's pool.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ _KEPT = "".join(set(string.punctuation) - set(";%"))
 
 
 def this_host() -> str:
-    """Name the running kernel: the same for all its processes and containers, and different on every other host."""
+    """Name the running kernel: the same for all its processes and containers, and different on every other
+    host.
+    """
     return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:16]
 
 

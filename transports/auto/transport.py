@@ -52,7 +52,8 @@ _SLEPT_S = 1e-3
 
 _PREFERRED, _ALWAYS_THERE = "ucx", "zeromq"
 
-#: The one transport that another one can stand in for. Its endpoint is pollable: one thread cannot wait for two others.
+#: The one transport that another one can stand in for. Its endpoint is pollable: one thread cannot wait for
+#: two others.
 _OPTIONAL = "nixl"
 
 
@@ -62,9 +63,11 @@ class AutoOptions:
 
     Attributes:
         local_options: Options of `shm`.
-        network: The transport to other hosts, the same on all nodes. Empty: `ucx` if it works here, otherwise `zeromq`.
-            `"nixl,NAME"`: `nixl` between nodes that have NIXL and a network that it may use, such as RDMA, otherwise NAME.
-        network_options: Options of the transport that `network` names. If it names two, this maps each to its options.
+        network: The transport to other hosts, the same on all nodes. Empty: `ucx` if it works here, otherwise
+            `zeromq`. `"nixl,NAME"`: `nixl` between nodes that have NIXL and a network that it may use, such
+            as RDMA, otherwise NAME.
+        network_options: Options of the transport that `network` names. If it names two, this maps each to its
+            options.
     """
 
     local_options: Mapping[str, object] = field(default_factory=dict)
@@ -118,7 +121,8 @@ class _Peer:
     Attributes:
         child, their_id: The endpoint, and the id that it gave to the peer.
         reason: Why this one. See `Route`.
-        left: The attempts that follow if this one fails: endpoints, and what to connect to. Empty once it is connected.
+        left: The attempts that follow if this one fails: endpoints, and what to connect to. Empty once it is
+            connected.
         deadline: When the attempts to connect end, in `time.monotonic` seconds.
     """
 
@@ -244,15 +248,16 @@ class _JoinedGuards(GuardTable):
 
 
 class AutoEndpoint(Endpoint):
-    """Makes one endpoint of several *child* endpoints, one of shared memory and the others of network transports.
+    """Makes one endpoint of several *child* endpoints, one of shared memory and the others of network
+    transports.
 
-    Peers and transfers have ids of ours, because the children number theirs independently. The children keep all promises
-    about the order of events, so passing each event on under our id keeps them as well. Only the loss of a peer that is
-    then tried over another child is dropped.
+    Peers and transfers have ids of ours, because the children number theirs independently. The children keep
+    all promises about the order of events, so passing each event on under our id keeps them as well. Only the
+    loss of a peer that is then tried over another child is dropped.
 
     Args:
-        local: The endpoint of shared memory. None if other processes cannot map the pool: then all peers are served
-            over the network.
+        local: The endpoint of shared memory. None if other processes cannot map the pool: then all peers are
+            served over the network.
         networks: Those of network transports, the preferred one first. All but the last are pollable.
     """
 
@@ -270,7 +275,8 @@ class AutoEndpoint(Endpoint):
         self._waker = _Waker([child.fileno() for child in self._polled], self._waited.wake)
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
-        # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer by those.
+        # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer
+        # by those.
         self._peers_of: dict[tuple[Endpoint, int], _Peer] = {}
         self._transfers_of: dict[tuple[Endpoint, int], int] = {}
         self._events: list[Event] = []
@@ -284,7 +290,9 @@ class AutoEndpoint(Endpoint):
     # -- peers ---------------------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
-        """Accept peers over all. `address` is empty, an address that this returned, or the last network transport's own.
+        """Accept peers over all.
+
+        `address` is empty, an address that this returned, or the last network transport's own.
 
         Raises:
             ConfigurationError: it is malformed, taken, or not ours to bind.
@@ -299,7 +307,9 @@ class AutoEndpoint(Endpoint):
         return str(AutoAddress(self._host, local, networks))
 
     def _shared_with(self, there: AutoAddress) -> list[tuple[Endpoint, str]]:
-        """Return the network endpoints that a node with this address has as well, and its address for each."""
+        """Return the network endpoints that a node with this address has as well, and its address for
+        each.
+        """
         found = [
             (child, address)
             for child in self._networks
@@ -392,7 +402,8 @@ class AutoEndpoint(Endpoint):
             if next_look < until and 0.0 < left_s < _SLEPT_S:
                 time.sleep(left_s)
                 left_s = 0.0
-            # One thread can wait for one of them. The waker ends this wait if one of the others has something to do.
+            # One thread can wait for one of them. The waker ends this wait if one of the others has something
+            # to do.
             self._events += self._translated(self._waited, self._waited.wait_events(left_s))
             self._poll()
             if self._events or self._is_woken or time.monotonic() >= until:
@@ -401,7 +412,9 @@ class AutoEndpoint(Endpoint):
                 return events
 
     def _poll(self) -> None:
-        """Take everything from the children that are not waited for: the waker reports what is new, but not what is left."""
+        """Take everything from the children that are not waited for: the waker reports what is new, but not
+        what is left.
+        """
         for child in self._polled:
             self._events += self._translated(child, child.wait_events(0))
             poll = select.poll()
@@ -410,7 +423,9 @@ class AutoEndpoint(Endpoint):
                 self._events += self._translated(child, child.wait_events(0))
 
     def _translated(self, child: Endpoint, events: list[Event]) -> Iterator[Event]:
-        """Yield a child's events with our ids, except the loss of a peer that is now tried over the network."""
+        """Yield a child's events with our ids, except the loss of a peer that is now tried over the
+        network.
+        """
         for event in events:
             if isinstance(event, TransferEnded):
                 yield replace(event, transfer_id=self._transfers_of.pop((child, event.transfer_id)))
@@ -464,13 +479,17 @@ class AutoEndpoint(Endpoint):
 
 
 class _Waker:
-    """A thread that calls `wake` whenever something new becomes readable at a descriptor. It does nothing else.
+    """A thread that calls `wake` whenever something new becomes readable at a descriptor.
+
+    It does nothing else.
 
     Args:
-        descriptors: Of epoll instances, or of anything else that can be polled; open until `close` has returned.
+        descriptors: Of epoll instances, or of anything else that can be polled; open until `close` has
+            returned.
     """
 
-    # Edge-triggered below: until the owner has come round to it, a ready descriptor would keep this thread spinning.
+    # Edge-triggered below: until the owner has come round to it, a ready descriptor would keep this thread
+    # spinning.
 
     def __init__(self, descriptors: Iterable[int], wake: Callable[[], None]) -> None:
         self._wake = wake

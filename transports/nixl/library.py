@@ -1,8 +1,8 @@
 """The library: the one module that knows NIXL.
 
-Nothing but the end of a NIXL agent ends a transfer that is in flight: releasing its handle, deregistering the memory and
-removing the remote agent all return without an error, and bytes land afterwards. So `Agent.close` drops every reference
-to the agent, and checks that none is left.
+Nothing but the end of a NIXL agent ends a transfer that is in flight: releasing its handle, deregistering the
+memory and removing the remote agent all return without an error, and bytes land afterwards. So `Agent.close`
+drops every reference to the agent, and checks that none is left.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ PER_CONNECTION = 16
 #: Held back, for the moments in which UCX aborts the process if it finds none. See `_descriptors`.
 NUM_HELD = 32
 
-#: How UCX treats the failure of a peer. `"peer"` is the safe one on networks, and shared memory does not have it.
+#: How UCX treats the failure of a peer. `"peer"` is the safe one on networks, and shared memory does not have
+#: it.
 _ERROR_HANDLING = ("peer", "none")
 
 _SEGMENT_TYPES: Final[Mapping[MemoryKind, str]] = {"host": "DRAM", "cuda": "VRAM"}
 
-#: UCX and NIXL read these once per process. Every failure arrives as an error here, so they need not print it.
+#: UCX and NIXL read these once per process. Every failure arrives as an error here, so they need not print
+#: it.
 _QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
 _environment_lock = threading.Lock()
@@ -84,7 +86,10 @@ def _quiet() -> dict[str, str]:
 
 
 def _package() -> str:
-    """Return the name of NIXL's package. If there are several, the one for PyTorch's CUDA is the right one."""
+    """Return the name of NIXL's package.
+
+    If there are several, the one for PyTorch's CUDA is the right one.
+    """
     installed = [name for name in _PACKAGES if find_spec(name) is not None]
     if not installed:
         raise BackendUnavailableError(f"transport {SCHEME!r} needs NIXL, which is not installed: {INSTALL}")
@@ -152,11 +157,12 @@ class Memory:
 class NIXL:
     """NIXL's side of this process: which backends and settings its agents have.
 
-    While it is open, one agent without memory exists. UCX starts a thread with the first agent of a process and aborts if
-    it finds no descriptor for it, so that must not happen for the sake of a peer.
+    While it is open, one agent without memory exists. UCX starts a thread with the first agent of a process
+    and aborts if it finds no descriptor for it, so that must not happen for the sake of a peer.
 
     Attributes:
-        mechanism: The backends, and the UCX transports that may move the bytes. NIXL does not report which one does.
+        mechanism: The backends, and the UCX transports that may move the bytes. NIXL does not report which
+            one does.
     """
 
     def __init__(self, options: NIXLOptions) -> None:
@@ -186,7 +192,8 @@ class NIXL:
             try:
                 return Agent(self, ())
             except TransportError as error:
-                # UCX has no failure handling over shared memory. There a failed read is an error all the same.
+                # UCX has no failure handling over shared memory. There a failed read is an error all the
+                # same.
                 reason = str(error)
         key = "refuse_tcp" if options.refuse_tcp else "tls"
         raise ConfigurationError(
@@ -221,7 +228,10 @@ class NIXL:
         return agent
 
     def require_network(self) -> None:
-        """See `Transport.require_network`. NIXL starts with UCX's failure handling only where UCX finds one."""
+        """See `Transport.require_network`.
+
+        NIXL starts with UCX's failure handling only where UCX finds one.
+        """
         if self._error_handling != _ERROR_HANDLING[0]:
             raise BackendUnavailableError(
                 f"NIXL finds no network here that may be used with {self._environment}: is there an RDMA device, and does "
@@ -343,8 +353,8 @@ class Agent:
         """Begin to copy regions of the peer's memory into ours.
 
         Raises:
-            TransportError: NIXL refuses, because the peer is gone or has not registered that memory. Some bytes may still
-                land until the agent is closed.
+            TransportError: NIXL refuses, because the peer is gone or has not registered that memory. Some
+                bytes may still land until the agent is closed.
         """
         transfer = self.prepare(name, local, remote)
         transfer.start()

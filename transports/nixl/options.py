@@ -26,7 +26,8 @@ class NIXLOptions(PlaintextOptions):
 
     Attributes:
         backends: NIXL's plug-ins that may move bytes, separated by commas, best first.
-        refuse_tcp: Fail instead of moving bytes over TCP, where a reader that dies can abort its owner's process.
+        refuse_tcp: Fail instead of moving bytes over TCP, where a reader that dies can abort its owner's
+            process.
     """
 
     scheme: ClassVar[str] = SCHEME

@@ -1,8 +1,9 @@
-"""The reader's side: a read becomes slices, which NIXL copies a window at a time, and then a look at the guard.
+"""The reader's side: a read becomes slices, which NIXL copies a window at a time, and then a look at the
+guard.
 
-The owner takes no part. So the guard is read as the data was: by a READ of its word, begun only after NIXL has reported
-that all of the data is in place. The owner clears the word before it changes the guarded bytes. If the word still holds
-the value, every byte was copied before that.
+The owner takes no part. So the guard is read as the data was: by a READ of its word, begun only after NIXL
+has reported that all of the data is in place. The owner clears the word before it changes the guarded bytes.
+If the word still holds the value, every byte was copied before that.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class _Look:
 
 @dataclass(eq=False)
 class _Transfer:
-    """A read that has not ended, and how far it is. If `read.error` is set, only what is in flight is waited for.
+    """A read that has not ended, and how far it is.
+
+    If `read.error` is set, only what is in flight is waited for.
 
     Attributes:
         slices: The slices in flight.
@@ -145,7 +148,10 @@ class Reader:
         return transfer.num_posted < len(transfer.plan) and self._is_wanted(transfer.read)
 
     def _is_wanted(self, read: Read[Any]) -> bool:
-        """Whether a read may go on. Past its deadline it may not, and `stop` follows: one call of NIXL can take long."""
+        """Whether a read may go on.
+
+        Past its deadline it may not, and `stop` follows: one call of NIXL can take long.
+        """
         return read.error is None and read.transfer_id in self._transfers and self._clock() < read.deadline
 
     def _post_slice(self, transfer: _Transfer) -> None:
@@ -202,7 +208,9 @@ class Reader:
         return look
 
     def _give_back_look(self, index: int, look: _Look) -> None:
-        """Keep a look that has ended, instead of another one at the same guard, or of the oldest if there are too many."""
+        """Keep a look that has ended, instead of another one at the same guard, or of the oldest if there are
+        too many.
+        """
         old = self._looks.pop(index, None)
         if old is None and len(self._looks) == _MAX_LOOKS:
             old = self._looks.pop(next(iter(self._looks)))

@@ -1,11 +1,12 @@
 """`NIXLTransport`, and its backend: connections, handshakes, agents, and the loop over what is in flight.
 
-NIXL offers nothing to sleep on, so the loop polls while something is in flight, with pauses that grow with the time
-that it takes. While nothing is, it sleeps on its sockets. An owner polls its agent only while its peer says that it reads.
+NIXL offers nothing to sleep on, so the loop polls while something is in flight, with pauses that grow with
+the time that it takes. While nothing is, it sleeps on its sockets. An owner polls its agent only while its
+peer says that it reads.
 
-Sockets always come before agents. A peer that died in the middle of a read over TCP leaves the owner's agent with work
-that makes UCX abort the process. The end of the peer's control connection is there as early as that work; and an agent
-that is destroyed first never does it.
+Sockets always come before agents. A peer that died in the middle of a read over TCP leaves the owner's agent
+with work that makes UCX abort the process. The end of the peer's control connection is there as early as that
+work; and an agent that is destroyed first never does it.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Preface, Reading, Ready, 
 
 logger = logging.getLogger(__name__)
 
-#: How long the loop only yields its core after something has begun or ended, before it sleeps between two looks.
+#: How long the loop only yields its core after something has begun or ended, before it sleeps between two
+#: looks.
 _YIELD_S = 100e-6
 
-#: A pause is this part of the time that passed since something began or ended, so it delays the end by no more than that.
+#: A pause is this part of the time that passed since something began or ended, so it delays the end by no
+#: more than that.
 _PAUSE_PART = 1 / 16
 
 _MIN_PAUSE_S = 50e-6
@@ -126,7 +129,8 @@ Connection = Address | Handshake | Link
 class Agents:
     """Makes the NIXL agents through which peers are read and read from us.
 
-    Each peer has one of its own. Only the end of an agent ends a read with certainty, and it must not cost other peers.
+    Each peer has one of its own. Only the end of an agent ends a read with certainty, and it must not cost
+    other peers.
 
     Attributes:
         device: The number of the GPU that holds our pool; 0 for main memory.
@@ -347,7 +351,8 @@ class NIXLBackend(PlainStreamBackend[Connection]):
             return isinstance(connection, Link) and connection.agent.is_destroyed
         if link.reader.stop(read):
             return True
-        # Only destroying the agent ends a read with certainty, and that costs the peer. So give it some time to finish.
+        # Only destroying the agent ends a read with certainty, and that costs the peer. So give it some time
+        # to finish.
         self._call_after(DRAIN_S, lambda: self._give_up(read))
         return False
 
@@ -446,10 +451,12 @@ class NIXLBackend(PlainStreamBackend[Connection]):
 
 
 class NIXLTransport(PeerTransport):
-    """Peers whose memory NIXL reads: over RDMA, or what else its backends have. See the package for how a read works.
+    """Peers whose memory NIXL reads: over RDMA, or what else its backends have.
 
-    Pools in main memory and on GPUs are registered with NIXL. The owner's thread does all work, also that of NIXL. If the
-    owner does not call `wait_events` for `peer_timeout_s`, its peers lose it.
+    See the package for how a read works.
+
+    Pools in main memory and on GPUs are registered with NIXL. The owner's thread does all work, also that of
+    NIXL. If the owner does not call `wait_events` for `peer_timeout_s`, its peers lose it.
 
     Args:
         options: See `NIXLOptions`.

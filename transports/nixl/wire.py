@@ -1,7 +1,7 @@
 """The frames of the control connection, and their strict decoder. Pure.
 
-Frames are those of `streams`; everything is little-endian. NIXL aborts the process if the metadata of an agent is damaged,
-and the sum of a frame keeps that from it.
+Frames are those of `streams`; everything is little-endian. NIXL aborts the process if the metadata of an
+agent is damaged, and the sum of a frame keeps that from it.
 
 | kind | body |
 |---|---|
@@ -13,13 +13,15 @@ and the sum of a frame keeps that from it.
 | reading | empty |
 | ping | empty |
 
-Each side begins with a preface as soon as the TCP connection is established, so versions are known before anything is
-opened. After the listener's preface the connecting side makes an agent and sends a hello. The listener makes an agent too,
-loads the metadata, and answers with a hello. Then the connecting side reads one guard word of the listener. If that works,
-it sends a ready; the listener does the same in the other direction and sends a ready as well.
+Each side begins with a preface as soon as the TCP connection is established, so versions are known before
+anything is opened. After the listener's preface the connecting side makes an agent and sends a hello. The
+listener makes an agent too, loads the metadata, and answers with a hello. Then the connecting side reads one
+guard word of the listener. If that works, it sends a ready; the listener does the same in the other direction
+and sends a ready as well.
 
-A reader sends *reading* while one of its reads is in flight and not over at once. Over a path that is not one-sided, such
-as TCP, the owner's agent moves the bytes only when the owner's process asks it to. The frame says that now is the time.
+A reader sends *reading* while one of its reads is in flight and not over at once. Over a path that is not
+one-sided, such as TCP, the owner's agent moves the bytes only when the owner's process asks it to. The frame
+says that now is the time.
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ FRAME_LIMITS: Mapping[int, int] = {
 
 @dataclass(frozen=True)
 class Preface:
-    """Says that this is a node, and its version. The kind is that of a hello: every version can read a hello's version."""
+    """Says that this is a node, and its version.
+
+    The kind is that of a hello: every version can read a hello's version.
+    """
 
     def encode(self) -> bytes:
         return encode_frame(Kind.HELLO, encode_preface(_MAGIC, PROTOCOL_VERSION))

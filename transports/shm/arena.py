@@ -1,7 +1,7 @@
 """Files in memory that two processes share: made here and sealed, or received from a peer and checked.
 
-If a file shrinks under a mapping, the kernel kills the process that touches it (SIGBUS). So a file is sealed before
-its descriptor is sent, and a received one is mapped only if it is sealed and large enough.
+If a file shrinks under a mapping, the kernel kills the process that touches it (SIGBUS). So a file is sealed
+before its descriptor is sent, and a received one is mapped only if it is sealed and large enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class SharedFile:
     """An unnamed, zeroed, pre-faulted file in memory, mapped here for writing.
 
     Attributes:
-        mapping: The whole file. The memory lives as long as this or a view of it, with or without the descriptor.
+        mapping: The whole file. The memory lives as long as this or a view of it, with or without the
+            descriptor.
         descriptor: Read-only, for peers.
     """
 

@@ -1,13 +1,14 @@
 """Threads that copy, so that the owner's loop does not wait for bytes.
 
-In come reads whose regions were checked, as addresses in the peer's mapped pool and in ours; out come their ends.
+In come reads whose regions were checked, as addresses in the peer's mapped pool and in ours; out come their
+ends.
 
-A small read is copied by the owner at once: another thread would take longer to wake up. Any other is cut into pieces
-of a few MiB. Between two pieces it can be cancelled, and several threads can work on one read. The thread that copies
-the last piece checks the guard.
+A small read is copied by the owner at once: another thread would take longer to wake up. Any other is cut
+into pieces of a few MiB. Between two pieces it can be cancelled, and several threads can work on one read.
+The thread that copies the last piece checks the guard.
 
-What must never break: the guard is looked at after the last byte of all pieces was copied, and nothing is written for a read
-whose end was reported.
+What must never break: the guard is looked at after the last byte of all pieces was copied, and nothing is
+written for a read whose end was reported.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def cut(
     piece_bytes: int = PIECE_BYTES,
 ) -> list[Piece]:
     """Cut regions into pieces of at most twice `piece_bytes`, in order; at least one piece."""
-    # A copy, because another thread reads it later: the lengths were checked, and the caller's table may change.
+    # A copy, because another thread reads it later: the lengths were checked, and the caller's table may
+    # change.
     lengths = lengths.copy()
     if sum_words(lengths) <= piece_bytes:
         return [Piece(dst_addresses, src_addresses, lengths, mechanism)]
@@ -114,7 +116,8 @@ class Ended(NamedTuple):
     """The end of a job. Nothing writes into its destination any more.
 
     Attributes:
-        error: What went wrong. None: all bytes are in place, and the guard held after the last of them was copied.
+        error: What went wrong. None: all bytes are in place, and the guard held after the last of them was
+            copied.
         ended_at: In `time.monotonic` seconds.
     """
 
@@ -124,7 +127,8 @@ class Ended(NamedTuple):
 
 
 class Copier:
-    """Runs jobs, the longer ones in the order of `submit`; the end of each comes out of `take_ended` exactly once.
+    """Runs jobs, the longer ones in the order of `submit`; the end of each comes out of `take_ended` exactly
+    once.
 
     Args:
         inline_bytes: A job of at most this many mapped bytes is run by `submit`, unless others wait.
@@ -151,10 +155,11 @@ class Copier:
         Returns:
             Whether it has ended: then it can be taken, and `on_ended` is not called.
         """
-        # A small job does not overtake a longer one: its owner would wait for the same memory bus all the same.
+        # A small job does not overtake a longer one: its owner would wait for the same memory bus all the
+        # same.
         if not self._waiting and self._is_small(job):
-            # Without the lock, which costs as much as a small copy: only this thread adds jobs and cancels them, so until
-            # the end is queued no other thread sees this one.
+            # Without the lock, which costs as much as a small copy: only this thread adds jobs and cancels
+            # them, so until the end is queued no other thread sees this one.
             job.error = self._copy(job, job.pieces[0])
             self._end(job)
             return True
@@ -184,7 +189,10 @@ class Copier:
             self._on_ended()
 
     def _stop(self, job: CopyJob, error: KVTransferError) -> bool:
-        """Take no further piece. Returns whether the job was waiting and has ended with that. The lock is held."""
+        """Take no further piece.
+
+        Returns whether the job was waiting and has ended with that. The lock is held.
+        """
         job.error = job.error or error
         if job not in self._waiting:
             return False  # all pieces are taken: the thread that copies the last one ends it
@@ -237,7 +245,8 @@ class Copier:
             if error is not None:
                 self._stop(job, error)
             job.num_in_flight -= 1
-            # Decided under the lock, so that of the threads that finish a job's last pieces exactly one ends it.
+            # Decided under the lock, so that of the threads that finish a job's last pieces exactly one ends
+            # it.
             is_over = job.num_in_flight == 0 and job not in self._waiting
         if is_over:
             self._end(job)
@@ -257,8 +266,8 @@ class Copier:
         if error is None:
             try:
                 _require_time(job)
-                # After the last byte of the last piece: the owner clears the guard before it reuses its memory, so a
-                # guard that holds now proves that no byte was overwritten while it was copied.
+                # After the last byte of the last piece: the owner clears the guard before it reuses its
+                # memory, so a guard that holds now proves that no byte was overwritten while it was copied.
                 job.source.check(job.guard)
             except Exception as found:  # noqa: BLE001 - as in `copying`
                 error = typed(found, "cannot check the guard")

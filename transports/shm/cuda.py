@@ -83,10 +83,12 @@ class CudaDevice:
         self._gpu.release("cuIpcCloseMemHandle", address)
 
     def copy(self, dst_addresses: AddressArray, src_addresses: AddressArray, lengths: Int64Array) -> None:
-        """Copy regions, each array `(num_regions,)`. After it has returned or raised, nothing is written any more.
+        """Copy regions, each array `(num_regions,)`.
 
-        A copy that was launched cannot be cancelled. So the wait for its end has no deadline; only an error of the GPU
-        ends it early.
+        After it has returned or raised, nothing is written any more.
+
+        A copy that was launched cannot be cancelled. So the wait for its end has no deadline; only an error
+        of the GPU ends it early.
 
         Raises:
             TransportError: the driver or the GPU failed. Some bytes may have been written.

@@ -48,7 +48,8 @@ def describe_cuda_pool(device: CudaDevice, pool: Pool, num_guards: int) -> Hello
 class RemoteCudaMemory:
     """A peer's guard table and its pool on a GPU, mapped here. Any thread may copy from it until `close`.
 
-    Whether a segment ends inside its allocation cannot be checked: the driver does not report how large a mapping is.
+    Whether a segment ends inside its allocation cannot be checked: the driver does not report how large a
+    mapping is.
     """
 
     def __init__(self, hello: Hello, descriptors: list[int], pid: int, device: CudaDevice) -> None:
@@ -60,7 +61,8 @@ class RemoteCudaMemory:
 
         Raises:
             ProtocolError: hello and descriptors do not fit together. Nothing stays mapped.
-            IncompatiblePeerError: the peer's GPU, or its process, cannot be reached from here. Nothing stays mapped.
+            IncompatiblePeerError: the peer's GPU, or its process, cannot be reached from here. Nothing stays
+                mapped.
         """
         if len(descriptors) != 1:
             raise ProtocolError(f"{len(descriptors)} descriptors came with a hello of a pool on a GPU")
@@ -100,8 +102,8 @@ class RemoteCudaMemory:
             PeerLostError: the peer ended meanwhile, and with it perhaps its memory.
             StaleRegionError: it does not hold.
         """
-        # The guard is in a memory file, which outlives the peer; the GPU's memory does not. So the guard proves nothing
-        # unless the peer was alive after the copy.
+        # The guard is in a memory file, which outlives the peer; the GPU's memory does not. So the guard
+        # proves nothing unless the peer was alive after the copy.
         self._process.require_alive()
         self._guards.check(guard)
 
@@ -131,8 +133,8 @@ def _open(device: CudaDevice, allocation: Allocation) -> int:
 class _Process:
     """The process that owns a mapped allocation.
 
-    A memory file outlives the process that created it. For a GPU's memory the driver promises nothing once its owner
-    has ended, whatever the guard holds.
+    A memory file outlives the process that created it. For a GPU's memory the driver promises nothing once
+    its owner has ended, whatever the guard holds.
     """
 
     def __init__(self, pid: int) -> None:
@@ -148,8 +150,9 @@ class _Process:
 
     def require_alive(self) -> None:
         """Raises PeerLostError: the process ended, or is about to."""
-        # A process that ends gives up its address space first, then its files, among them the GPU's, and is reported as
-        # ended last. As long as it is not reported, the pid is still its own, so `/proc` shows the right process.
+        # A process that ends gives up its address space first, then its files, among them the GPU's, and is
+        # reported as ended last. As long as it is not reported, the pid is still its own, so `/proc` shows
+        # the right process.
         if not self._has_memory() or has_ended(self._descriptor):
             raise PeerLostError(f"process {self._pid} ended while its memory was read")
 

@@ -59,7 +59,8 @@ class Handshake:
             self.connection.expect_descriptors(1 + self.hello.num_files)
         elif kind is FrameKind.DESCRIPTORS and self.hello is not None:
             if self.incoming:
-                # Before the peer's memory is opened: if the two do not fit, each side finds out by itself why.
+                # Before the peer's memory is opened: if the two do not fit, each side finds out by itself
+                # why.
                 self._send_hello(pool)
             return self._open(self.hello, pool)
         else:

@@ -1,21 +1,23 @@
 """The wire format of shm: frames, and the messages of the handshake. Pure.
 
-Frames are those of `streams`, little-endian. The listener sends the first one, a *preface* in a frame of a hello's kind:
+Frames are those of `streams`, little-endian. The listener sends the first one, a *preface* in a frame of a
+hello's kind:
 
     magic: 8 bytes, version: u32, 16 zero bytes; the address at which it listens
 
-The side that connected sends nothing until it has received a preface with the very address that it was asked to connect
-to. So an address that leads to another program's socket, or through one to another node, makes no process give anything
-away. Then the side that connected sends its hello and its descriptors, and the listener does the same. A hello is
+The side that connected sends nothing until it has received a preface with the very address that it was asked
+to connect to. So an address that leads to another program's socket, or through one to another node, makes no
+process give anything away. Then the side that connected sends its hello and its descriptors, and the listener
+does the same. A hello is
 
     magic: 8 bytes, version: u32, num_guards: u32, num_files: u32, num_allocations: u32, num_segments: u32
     num_allocations times: gpu: 16 bytes, handle: 64 bytes
     num_segments times: file: i32, start: u64, num_bytes: u64
 
-The next frame has no body. With it come `1 + num_files` read-only descriptors: the guard table, then the files. No
-other frame may bring any. A segment lies at offset `start` of its file; with file -1 it is ordinary memory of the
-sender, at address `start`. If there are allocations on a GPU, all segments lie there: `file` is the number of an
-allocation, `start` the offset in it. Every later frame is one control message.
+The next frame has no body. With it come `1 + num_files` read-only descriptors: the guard table, then the
+files. No other frame may bring any. A segment lies at offset `start` of its file; with file -1 it is ordinary
+memory of the sender, at address `start`. If there are allocations on a GPU, all segments lie there: `file` is
+the number of an allocation, `start` the offset in it. Every later frame is one control message.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ class SharedMemoryOptions(HandshakeOptions):
     """Options of the transport, in addition to those of `HandshakeOptions`.
 
     Attributes:
-        copy_threads: Threads that copy, because one core does not saturate the memory bus of most machines. A read of at most
-            8 MiB is copied by one of them.
-        inline_bytes: A read of at most this many bytes is copied within `start_read`, which takes less time than to wake
-            a copying thread; 0 turns this off.
-        socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
-            have no file, and are visible within one network namespace.
+        copy_threads: Threads that copy, because one core does not saturate the memory bus of most machines. A
+            read of at most 8 MiB is copied by one of them.
+        inline_bytes: A read of at most this many bytes is copied within `start_read`, which takes less time
+            than to wake a copying thread; 0 turns this off.
+        socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty:
+            sockets have no file, and are visible within one network namespace.
         allowed_uids: Users, in addition to our own, whose processes are accepted as peers.
     """
 

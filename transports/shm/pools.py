@@ -37,7 +37,10 @@ _FOREIGN_MECHANISM = "process_vm_readv"
 
 
 class LocalMemory:
-    """The guard table and the arenas of this process. They exist before there is a pool, and outlive the endpoint."""
+    """The guard table and the arenas of this process.
+
+    They exist before there is a pool, and outlive the endpoint.
+    """
 
     def __init__(self, num_guards: int) -> None:
         self._guard_file = SharedFile("kvferry-guards", WordTable.bytes_for(num_guards))
@@ -82,7 +85,9 @@ class LocalMemory:
         return SharedSegment(FOREIGN, segment.address, segment.num_bytes)
 
     def close(self) -> None:
-        """Make every guard fail for good, and close the descriptors: after this the owner may reuse its memory."""
+        """Make every guard fail for good, and close the descriptors: after this the owner may reuse its
+        memory.
+        """
         self.guards.clear_all()
         self._guard_file.close()
         for file in self._files:
@@ -94,7 +99,8 @@ class SharedPool:
     """The registered pool, and what peers need to map it.
 
     Attributes:
-        descriptors: What goes with the hello: the guard table, then the files that existed at the registration.
+        descriptors: What goes with the hello: the guard table, then the files that existed at the
+            registration.
         device: The GPU that holds the pool; None if it is in main memory.
     """
 
@@ -238,7 +244,8 @@ class _ForeignProcess:
         except OSError as error:
             raise self._translated(error) from error
         if has_ended(self._descriptor):
-            # After the copy: the pid may belong to another process by now, and then these are that one's bytes.
+            # After the copy: the pid may belong to another process by now, and then these are that one's
+            # bytes.
             raise PeerLostError(f"process {self._pid} ended while its memory was read")
 
     def warn_once(self) -> None:

@@ -57,16 +57,17 @@ def parse_address(address: str) -> str:
 class Connection(FrameSocket):
     """One socket to a peer.
 
-    During the handshake it is read frame by frame, so that descriptors are taken only with the frame that may bring
-    them, and no more of them than `expect_descriptors` allows. A hostile peer could otherwise fill this process's table
-    of descriptors.
+    During the handshake it is read frame by frame, so that descriptors are taken only with the frame that may
+    bring them, and no more of them than `expect_descriptors` allows. A hostile peer could otherwise fill this
+    process's table of descriptors.
 
     Attributes:
         pid, uid: Of the peer, as the kernel reports them: when it connected, or when it began to listen.
     """
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
-        # Without sums: the kernel copies what a Unix socket carries, as it copies everything else in this machine's memory.
+        # Without sums: the kernel copies what a Unix socket carries, as it copies everything else in this
+        # machine's memory.
         super().__init__(sock, FRAME_LIMITS, max_queued_bytes, has_sums=False)
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
@@ -84,7 +85,10 @@ class Connection(FrameSocket):
             )
 
     def send_hello(self, body: bytes, descriptors: list[int]) -> None:
-        """Send a hello, and the descriptors after it. The caller keeps them open until this connection is closed."""
+        """Send a hello, and the descriptors after it.
+
+        The caller keeps them open until this connection is closed.
+        """
         self._unsent += self.frame(FrameKind.HELLO, body)
         self._outgoing = descriptors
         self.flush()
@@ -165,7 +169,8 @@ def connect(address: str, wrap: Callable[[socket.socket], Connection]) -> Connec
 
     Raises:
         ConfigurationError: the address is malformed.
-        PeerLostError: no process listens there, or it has as many unanswered connections as the system allows.
+        PeerLostError: no process listens there, or it has as many unanswered connections as the system
+            allows.
         PeerRefusedError: we may not open the socket's file.
         BackpressureError: there is no descriptor left.
     """
@@ -184,7 +189,10 @@ def connect(address: str, wrap: Callable[[socket.socket], Connection]) -> Connec
 
 
 class Listener(socket.socket):
-    """A bound socket. If it has a file, only this user may connect, unless `is_shared`; `close` removes it."""
+    """A bound socket.
+
+    If it has a file, only this user may connect, unless `is_shared`; `close` removes it.
+    """
 
     def __init__(self, address: str, *, is_shared: bool) -> None:
         """Bind and listen.

@@ -135,8 +135,8 @@ class SharedMemoryBackend(StreamBackend[Contact]):
         if job is None:
             return True  # it failed before anything was copied
         assert read.error is not None, "the table says why"
-        # The pieces in flight are copied to their end, and until then the local regions are written. `_collect` reports
-        # the end, as of any other read; the copier interrupts the poller for it.
+        # The pieces in flight are copied to their end, and until then the local regions are written.
+        # `_collect` reports the end, as of any other read; the copier interrupts the poller for it.
         self._copier.cancel(job, read.error)
         return False
 
@@ -157,8 +157,8 @@ class SharedMemoryBackend(StreamBackend[Contact]):
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_serving(self) -> None:
-        # Threads before guards: when the guards are cleared, peers may still copy out of our pool, but nothing writes
-        # into it any more.
+        # Threads before guards: when the guards are cleared, peers may still copy out of our pool, but
+        # nothing writes into it any more.
         self._copier.close()
         self._guards.clear_all()
 

@@ -37,7 +37,8 @@ _FETCHED, _DIVERTED, _ARRIVED, _SCATTERING, _PLACED, _DROPPED = SliceState
 class Verdict(enum.Enum):
     """What the owner says about a slice: whether the guard held after the last byte had left its pool.
 
-    `LATER`: it cannot say when the bytes leave. So they prove nothing until it is asked again, when all of them are here.
+    `LATER`: it cannot say when the bytes leave. So they prove nothing until it is asked again, when all of
+    them are here.
     """
 
     HELD = "held"
@@ -53,12 +54,15 @@ class Transfer:
     """A read that has not ended, and how far it has come.
 
     Attributes:
-        num_slices: How many slices end it. A read of nothing has one as well, which asks whether the guard holds.
+        num_slices: How many slices end it. A read of nothing has one as well, which asks whether the guard
+            holds.
         num_done: Slices that are placed and answered.
         num_scattering: Slices that a copy is writing into the pool.
         is_settled: The owner has vouched for every slice that it has answered.
-        is_stopped: Nothing more is fetched or put into place. The read ends when nothing writes into its regions.
-        is_doubtful: It was stopped because of a checksum, and the owner is asked whether the guard still holds.
+        is_stopped: Nothing more is fetched or put into place. The read ends when nothing writes into its
+            regions.
+        is_doubtful: It was stopped because of a checksum, and the owner is asked whether the guard still
+            holds.
         error: Why it was stopped, if the reason was found here.
     """
 
@@ -120,7 +124,8 @@ class Reader(ABC, Generic[S]):
         refill_at: Slices in flight above which no more are fetched.
     """
 
-    #: Bytes arrive in memory of the transport's own. If not, they arrive in the slice's buffer, or in the pool.
+    #: Bytes arrive in memory of the transport's own. If not, they arrive in the slice's buffer, or in the
+    #: pool.
     arrives_apart = False
 
     def __init__(
@@ -153,14 +158,20 @@ class Reader(ABC, Generic[S]):
 
     @abstractmethod
     def send_fetch(self, piece: S) -> None:
-        """Send the fetch of a slice, and have its bytes arrive at their target. Whatever it raises ends the peer."""
+        """Send the fetch of a slice, and have its bytes arrive at their target.
+
+        Whatever it raises ends the peer.
+        """
 
     @abstractmethod
     def needs_buffer(self, rows: Int64Array, num_bytes: int) -> bool:
         """Return whether bytes that are to be fetched arrive in a staging buffer."""
 
     def divert(self, piece: S) -> bool:
-        """Write nothing more to the target of a slice that was fetched. Returns False if that cannot be prevented."""
+        """Write nothing more to the target of a slice that was fetched.
+
+        Returns False if that cannot be prevented.
+        """
         return True
 
     def start_scatter(self, piece: S) -> Ticket:
@@ -187,9 +198,9 @@ class Reader(ABC, Generic[S]):
     def stop(self, read: Read[Any]) -> bool:
         """Put nothing more into place for a read. Returns whether it is over; if not, `end_read` follows.
 
-        Its slices in flight keep their places in the window until they come and are thrown away. So whatever ends reads
-        early, no more than one window is ever on its way from a peer. A copy to a GPU that was launched cannot be taken
-        back. After `close` it may be called again.
+        Its slices in flight keep their places in the window until they come and are thrown away. So whatever
+        ends reads early, no more than one window is ever on its way from a peer. A copy to a GPU that was
+        launched cannot be taken back. After `close` it may be called again.
         """
         transfer = self._transfers.get(read.transfer_id)
         if transfer is None:
@@ -246,7 +257,8 @@ class Reader(ABC, Generic[S]):
     def _ask_again(self, transfer: Transfer) -> None:
         """Ask whether the guard still holds, by a fetch of the slice after the last, which has no rows.
 
-        An answer that the owner gives after every byte has come proves that all of them were valid when they left.
+        An answer that the owner gives after every byte has come proves that all of them were valid when they
+        left.
         """
         transfer.is_settled = True
         transfer.num_slices += 1
@@ -267,7 +279,10 @@ class Reader(ABC, Generic[S]):
         return piece
 
     def answered(self, piece: S, verdict: Verdict) -> None:
-        """The owner has said whether the guard held after the last byte of a slice. The bytes may come before or after."""
+        """The owner has said whether the guard held after the last byte of a slice.
+
+        The bytes may come before or after.
+        """
         piece.is_answered = True
         transfer = piece.transfer
         if verdict is _STALE:
@@ -282,7 +297,9 @@ class Reader(ABC, Generic[S]):
             self._leave(piece)
 
     def arrived(self, piece: S, error: ChecksumError | None = None) -> None:
-        """The last byte of a slice is here, or the answer that takes its place. Nothing writes to its target any more.
+        """The last byte of a slice is here, or the answer that takes its place.
+
+        Nothing writes to its target any more.
 
         Args:
             error: The bytes are not those that were sent.
@@ -359,7 +376,8 @@ class Reader(ABC, Generic[S]):
         self._fetch()
 
     def _later(self, step: Callable[..., None], *args: object) -> None:
-        # A copy ended, or another peer's buffer came back, in the course of other work, which an error must not end.
+        # A copy ended, or another peer's buffer came back, in the course of other work, which an error must
+        # not end.
         try:
             step(*args)
             self.resumed()
@@ -376,7 +394,8 @@ class Reader(ABC, Generic[S]):
     def _done(self, transfer: Transfer) -> None:
         """A slice is in the pool and answered. This is the only place where a read succeeds.
 
-        Both are needed: bytes without a verdict may be of a block that was reused, and a verdict may overtake its bytes.
+        Both are needed: bytes without a verdict may be of a block that was reused, and a verdict may overtake
+        its bytes.
         """
         transfer.num_done += 1
         if transfer.is_stopped or transfer.num_done < transfer.num_slices:

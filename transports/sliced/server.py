@@ -56,8 +56,8 @@ A = TypeVar("A", bound="Answer[Any]")
 class Server(ABC, Generic[F, A]):
     """Answers the fetches of one peer.
 
-    All peers share the ring. A peer that fetches and does not receive would keep its buffers from the others for as long
-    as it is connected, so `require_progress` ends that. A backend calls it from time to time.
+    All peers share the ring. A peer that fetches and does not receive would keep its buffers from the others
+    for as long as it is connected, so `require_progress` ends that. A backend calls it from time to time.
 
     Args:
         max_slice_bytes: The most bytes per slice, which our hello states.
@@ -97,7 +97,9 @@ class Server(ABC, Generic[F, A]):
 
     @abstractmethod
     def send(self, answer: A) -> None:
-        """Send the bytes of an answer, if there are any. Call `left` when the last one has left, and send the verdict.
+        """Send the bytes of an answer, if there are any.
+
+        Call `left` when the last one has left, and send the verdict.
 
         Whatever it raises ends the peer.
         """
@@ -111,8 +113,8 @@ class Server(ABC, Generic[F, A]):
         """Send what the peer fetches; only the verdict if the guard does not hold or the fetch has no rows.
 
         Raises:
-            ProtocolError: a region or the guard is out of bounds, or the peer fetches more than it receives. Nothing
-                was sent.
+            ProtocolError: a region or the guard is out of bounds, or the peer fetches more than it receives.
+                Nothing was sent.
         """
         addresses = self._served.locate(fetch.rows, fetch.guard)
         if self.num_unsent >= _MAX_UNSENT:
@@ -135,7 +137,8 @@ class Server(ABC, Generic[F, A]):
 
     def left(self, answer: A) -> bool:
         """The last byte of an answer has left. Return the verdict: whether the guard held after that."""
-        # Straight from the pool, the last byte was read only just now. A buffer's content was looked at in `_on_gathered`.
+        # Straight from the pool, the last byte was read only just now. A buffer's content was looked at in
+        # `_on_gathered`.
         is_held = answer.is_held and (
             answer.buffer is not None or self._served.guards.holds(answer.fetch.guard)
         )
@@ -148,10 +151,12 @@ class Server(ABC, Generic[F, A]):
         self._give_back(answer)
 
     def require_progress(self, now: float, missed_s: float, timeout_s: float) -> None:
-        """Check that the peer does not keep all its buffers for longer than `timeout_s` while others wait for one.
+        """Check that the peer does not keep all its buffers for longer than `timeout_s` while others wait for
+        one.
 
         Args:
-            now, missed_s: The time, and how long this node did not look at its sockets since the last call, in seconds.
+            now, missed_s: The time, and how long this node did not look at its sockets since the last call,
+                in seconds.
 
         Raises:
             ProtocolError: it does.
@@ -168,7 +173,10 @@ class Server(ABC, Generic[F, A]):
             )
 
     def close(self) -> None:
-        """The connection is closed, so nothing is sent any more. Copies that were launched give their buffers back."""
+        """The connection is closed, so nothing is sent any more.
+
+        Copies that were launched give their buffers back.
+        """
         self._is_closed = True
         self._waiting.clear()
         self._ring.forget(self)
@@ -178,7 +186,9 @@ class Server(ABC, Generic[F, A]):
     # -- inside ----------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Gather as many of the waiting slices as there are buffers, in the order in which they were fetched."""
+        """Gather as many of the waiting slices as there are buffers, in the order in which they were
+        fetched.
+        """
         while self._waiting:
             answer = self._waiting[0]
             answer.buffer = buffer = self._ring.take(answer.fetch.num_bytes)
@@ -193,7 +203,8 @@ class Server(ABC, Generic[F, A]):
                 ticket.then(partial(self._later, self._on_gathered, answer, ticket))
 
     def _later(self, step: Callable[..., None], *args: object) -> None:
-        # A copy ended, or another peer's buffer came back, in the course of other work, which an error must not end.
+        # A copy ended, or another peer's buffer came back, in the course of other work, which an error must
+        # not end.
         try:
             step(*args)
             self.resumed()

@@ -1,7 +1,7 @@
 """Pieces of memory that are sent and filled in order, without a copy and without a Python object per piece.
 
-`socket.sendmsg` takes a list of buffers, and making one takes longer than copying a small page. The system call takes an
-array of addresses and lengths, which is what a pool's regions are.
+`socket.sendmsg` takes a list of buffers, and making one takes longer than copying a small page. The system
+call takes an array of addresses and lengths, which is what a pool's regions are.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import xxhash
 from ..copying import receive_pieces, send_pieces
 from ..regions import AddressArray, Int64Array
 
-#: Bytes to be hashed are moved in portions of this many: hashing them from the processor's cache takes a third of the time.
+#: Bytes to be hashed are moved in portions of this many: hashing them from the processor's cache takes a
+#: third of the time.
 _HASHED_BYTES: Final = 512 << 10
 
-#: All memory, to be sliced by address: a slice of a memoryview takes a quarter of the time of a new ctypes object, which
-#: counts where pages are small.
+#: All memory, to be sliced by address: a slice of a memoryview takes a quarter of the time of a new ctypes
+#: object, which counts where pages are small.
 _memory: Final = memoryview((ctypes.c_ubyte * (1 << 47)).from_address(0)).cast("B")
 
 
@@ -102,7 +103,10 @@ class Iovec:
         self._moved(num_bytes)
 
     def receive(self, sock: socket.socket, wait: Wait = NO_WAIT) -> int:
-        """Fill with what has arrived, and return its size; 0 if the peer closed. Raises BlockingIOError, OSError: see `send`."""
+        """Fill with what has arrived, and return its size; 0 if the peer closed.
+
+        Raises BlockingIOError, OSError: see `send`.
+        """
         num_bytes, self._at = receive_pieces(sock.fileno(), self._table, self._at, self._most, *wait)
         self._moved(num_bytes)
         return num_bytes

@@ -25,17 +25,20 @@ class TcpOptions(NetworkOptions):
 
     Attributes:
         tls: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which means on except for loopback.
-        tls_cert: File with this node's certificate, PEM, followed by intermediate certificates if there are any.
+        tls_cert: File with this node's certificate, PEM, followed by intermediate certificates if there are
+            any.
         tls_key: File with the certificate's private key, PEM, not encrypted.
-        tls_ca: File with the certificates of the CA that signs the certificates of all nodes, PEM. Any node that has a
-            certificate of this CA may read the pool, so do not use a public CA.
-        tls_verify_host: Have a node that connects check that the listener's certificate names the host of the address
-            (an IP address or a DNS name).
-        tls_peer_names: DNS names, separated by commas: a peer's certificate must contain one of them, whichever side
-            connects. `*.example` stands for one label. Empty admits all certificates of the CA.
-        checksums: Have the owner hash each slice (xxh3), and verify it before the read succeeds. TLS always verifies.
-        spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
-            slice is in flight; twice as long after it starts a read. 0: it blocks at once.
+        tls_ca: File with the certificates of the CA that signs the certificates of all nodes, PEM. Any node
+            that has a certificate of this CA may read the pool, so do not use a public CA.
+        tls_verify_host: Have a node that connects check that the listener's certificate names the host of the
+            address (an IP address or a DNS name).
+        tls_peer_names: DNS names, separated by commas: a peer's certificate must contain one of them,
+            whichever side connects. `*.example` stands for one label. Empty admits all certificates of the
+            CA.
+        checksums: Have the owner hash each slice (xxh3), and verify it before the read succeeds. TLS always
+            verifies.
+        spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at
+            most one slice is in flight; twice as long after it starts a read. 0: it blocks at once.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
@@ -85,7 +88,8 @@ class TcpOptions(NetworkOptions):
 class Address(HostPort):
     """`tcp://host:port`, and `?tls=on` if the listener requires TLS.
 
-    The query is only a hint for the error message: a node decides by its own options whether it talks in plaintext.
+    The query is only a hint for the error message: a node decides by its own options whether it talks in
+    plaintext.
     """
 
     needs_tls: bool = False

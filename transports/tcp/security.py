@@ -1,10 +1,11 @@
 """TLS: which files this node has, when it needs them, and which peers are admitted.
 
-Both sides show a certificate that the CA in `tls_ca` has signed, and both check the other's. All nodes are equal: any
-certificate of that CA admits its holder, unless `tls_peer_names` narrows that down.
+Both sides show a certificate that the CA in `tls_ca` has signed, and both check the other's. All nodes are
+equal: any certificate of that CA admits its holder, unless `tls_peer_names` narrows that down.
 
-The files are read again when they change, at the next connection. Connections that exist go on with what they began with.
-If the new files cannot be used, for example because only one of them has been replaced yet, the old ones stay in use.
+The files are read again when they change, at the next connection. Connections that exist go on with what they
+began with. If the new files cannot be used, for example because only one of them has been replaced yet, the
+old ones stay in use.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Security:
         """Return whether to listen on `host` with TLS.
 
         Raises:
-            ConfigurationError: TLS is needed but not configured, or plaintext is configured where it is not allowed.
+            ConfigurationError: TLS is needed but not configured, or plaintext is configured where it is not
+                allowed.
         """
         local = is_loopback(host)
         if self._mode == "on" or (self._mode == "auto" and not local):
@@ -81,7 +83,8 @@ class Security:
         """Return whether to connect to `address` with TLS.
 
         Raises:
-            PeerRefusedError: this node does not allow plaintext, or has no certificate. Nothing was sent to the peer.
+            PeerRefusedError: this node does not allow plaintext, or has no certificate. Nothing was sent to
+                the peer.
         """
         where = address.authority
         if address.needs_tls:
@@ -100,7 +103,10 @@ class Security:
 
     @property
     def contexts(self) -> Contexts:
-        """The contexts for the next connection, from the files as they are now. Only for nodes with certificates."""
+        """The contexts for the next connection, from the files as they are now.
+
+        Only for nodes with certificates.
+        """
         assert self._contexts is not None, "the caller asked whether to use TLS"
         versions = _versions(self._options)
         if versions == self._versions:
@@ -114,7 +120,10 @@ class Security:
         return self._contexts
 
     def require_admitted(self, tls: ssl.SSLSocket) -> None:
-        """Check the names in a verified certificate. Raises PeerRefusedError: it has none of `tls_peer_names`."""
+        """Check the names in a verified certificate.
+
+        Raises PeerRefusedError: it has none of `tls_peer_names`.
+        """
         if not self._peer_names:
             return
         certificate: Any = tls.getpeercert() or {}
@@ -142,8 +151,8 @@ def load_contexts(options: TcpOptions) -> Contexts:
     """Read the files, and check that a peer with the same CA would admit this node.
 
     Raises:
-        ConfigurationError: a file cannot be read or is malformed, the key is not the certificate's, or the CA does not
-            verify the certificate, for example because it has expired.
+        ConfigurationError: a file cannot be read or is malformed, the key is not the certificate's, or the CA
+            does not verify the certificate, for example because it has expired.
     """
     for key in _FILE_KEYS:
         require_readable(key, getattr(options, key), is_secret=key == "tls_key")

@@ -1,4 +1,6 @@
-"""One connection to a peer: frames both ways, and slices that go from pool to pool without a copy in this process."""
+"""One connection to a peer: frames both ways, and slices that go from pool to pool without a copy in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket, open_frame
 from .iovec import NO_WAIT, Iovec, Pieces, Wait, address_of
 from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
 
-#: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to itself.
+#: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to
+#: itself.
 _MAX_CALLS: Final = 256
 _MAX_BYTES: Final = 16 << 20
 
@@ -53,13 +56,15 @@ class QueuedSlice(ABC):
 
 
 class TcpStream(FrameSocket):
-    """One connection. It receives the bytes of slices straight to where they belong, and sends them from where they are.
+    """One connection.
+
+    It receives the bytes of slices straight to where they belong, and sends them from where they are.
 
     Attributes:
-        sink: Called with each slice frame. It returns where the slice's bytes go, as `target` made it. If it raises, the
-            peer is lost.
-        expects_slices: Tells whether slices are on their way. If so, frames are received one by one, because what
-            follows the frame of a slice must not end up in a buffer.
+        sink: Called with each slice frame. It returns where the slice's bytes go, as `target` made it. If it
+            raises, the peer is lost.
+        expects_slices: Tells whether slices are on their way. If so, frames are received one by one, because
+            what follows the frame of a slice must not end up in a buffer.
         wait: Tells how to wait for the rest of a slice.
         answers: The slices to send.
     """
@@ -116,8 +121,8 @@ class TcpStream(FrameSocket):
             self.last_said = time.monotonic()
             if not pieces.num_left:
                 self._sending = None
-                # The kernel, or TLS, has copied the last byte: only now the guard shows whether all of them were valid.
-                # First in the queue, because the receiver expects the end right after the bytes.
+                # The kernel, or TLS, has copied the last byte: only now the guard shows whether all of them
+                # were valid. First in the queue, because the receiver expects the end right after the bytes.
                 self._unsent[:0] = answer.end()
         elif self.answers and len(self._unsent) < RECEIVE_BYTES:
             answer = self.answers.popleft()
@@ -149,7 +154,8 @@ class TcpStream(FrameSocket):
     # -- receiving -------------------------------------------------------------------------------------
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
-        """Return the frames that arrived, as (kind, body), except those of slices, whose bytes go to their sink.
+        """Return the frames that arrived, as (kind, body), except those of slices, whose bytes go to their
+        sink.
 
         Raises:
             PeerLostError: the peer closed, and every complete frame was returned before.
@@ -163,8 +169,9 @@ class TcpStream(FrameSocket):
                 total += num_bytes
                 while (frame := self._next_frame()) is not None:
                     yield frame
-                # A short one has emptied the socket; and what came in full may be all there is, unless a slice is on its
-                # way. The poller reports what comes later, but it does not know what TLS has decrypted.
+                # A short one has emptied the socket; and what came in full may be all there is, unless a
+                # slice is on its way. The poller reports what comes later, but it does not know what TLS has
+                # decrypted.
                 is_enough = is_short or num_calls >= _MAX_CALLS or total >= _MAX_BYTES
                 if (is_enough or not self.expects_slices()) and not self._num_decrypted:
                     return
@@ -235,7 +242,10 @@ class TcpStream(FrameSocket):
         return Iovec(pieces, after=self._end)
 
     def discard(self) -> None:
-        """Throw away what has not come of the slice that is arriving. Its target is not written to any more."""
+        """Throw away what has not come of the slice that is arriving.
+
+        Its target is not written to any more.
+        """
         if self._filling is None or self._filling.num_left <= ANSWER_BYTES:
             return
         self._filling = self.target(discarded(self._filling.num_left - ANSWER_BYTES))
@@ -248,7 +258,10 @@ class TcpStream(FrameSocket):
     # -- what differs with TLS -------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Go on with the handshake, if there is one. Raises what a socket raises; BlockingIOError until it is over."""
+        """Go on with the handshake, if there is one.
+
+        Raises what a socket raises; BlockingIOError until it is over.
+        """
 
     @property
     def _num_decrypted(self) -> int:
@@ -275,8 +288,8 @@ class TlsStream(TcpStream):
     Args:
         sock: May still be connecting.
         admit: Called with the verified connection. If it raises a `PeerRefusedError`, the peer is refused.
-        host: Where we connect to; None if the connection was accepted. The context decides whether the peer's certificate
-            must name it.
+        host: Where we connect to; None if the connection was accepted. The context decides whether the peer's
+            certificate must name it.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ from .wire import MAX_SLICE_BYTES, End, Fetch, Hello, Incoming, Kind, decode
 
 logger = logging.getLogger(__name__)
 
-#: How long one call waits for the rest of a slice. It ends sooner if anything but the rest of the slice arrives; but a
-#: timer waits as long.
+#: How long one call waits for the rest of a slice. It ends sooner if anything but the rest of the slice
+#: arrives; but a timer waits as long.
 _MAX_RECEIVE_S = 0.005
 
 
@@ -98,11 +98,13 @@ class TcpBackend(HostStreamBackend[Link]):
         return () if link.stream is None else (link.stream,)
 
     def listen(self, address: str) -> str:
-        """See `Endpoint.listen`. `tcp://host:port`; with port 0 the system chooses, an empty address means the options.
+        """See `Endpoint.listen`.
+
+        `tcp://host:port`; with port 0 the system chooses, an empty address means the options.
 
         Raises:
-            ConfigurationError: the address is malformed, taken or not ours to bind; TLS is needed and there are no
-                certificates; or the address is a wildcard and `advertise_host` is not set.
+            ConfigurationError: the address is malformed, taken or not ours to bind; TLS is needed and there
+                are no certificates; or the address is a wildcard and `advertise_host` is not set.
         """
         host, ports = self._options.ports_of(Address.parse(address) if address else None)
         with_tls = self._security.for_listening(host)
@@ -206,7 +208,10 @@ class TcpBackend(HostStreamBackend[Link]):
         self.peers.connected(peer)
 
     def _wait(self, reader: Reader) -> Wait:
-        """Return how a call that receives a slice waits for the rest of it. The caller of `turn` decides whether it may."""
+        """Return how a call that receives a slice waits for the rest of it.
+
+        The caller of `turn` decides whether it may.
+        """
         spin_s = self._busy_poll.period_s if reader.num_in_flight <= 1 else 0.0
         return Wait(self.poller.fileno(), self._may_wait_s, spin_s)
 
@@ -251,8 +256,9 @@ class TcpBackend(HostStreamBackend[Link]):
         read.mechanism = f"{SCHEME}{'+tls' if link.stream.is_encrypted else ''}{self._mover.suffix}"
         link.reader.start(read, SlicePlan.of(read.pairs, targets, link.limits))
         self._reading = read.peer
-        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
-        # The period starts when the fetch has left: preparing it takes as long as a good part of the period.
+        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a
+        # slice comes. The period starts when the fetch has left: preparing it takes as long as a good part of
+        # the period.
         self._busy_poll.extend(num_steps=2)
 
     def stop_read(self, read: Read[Link]) -> bool:
@@ -276,8 +282,9 @@ class TcpBackend(HostStreamBackend[Link]):
     def _poll_busily(self, timeout_s: float) -> bool:
         """Poll for what comes next, as long as it is near; return whether anything came.
 
-        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain. While a
-        slice waits for room in a socket, its reader has enough to do, and may need this core for that.
+        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to
+        gain. While a slice waits for room in a socket, its reader has enough to do, and may need this core
+        for that.
         """
         if self.peers.has_events or not self._has_at_most_one_slice() or self._is_sending():
             return False
@@ -321,7 +328,8 @@ class TcpBackend(HostStreamBackend[Link]):
 class TcpTransport(HostTransport):
     """Peers over TCP, with TLS beyond loopback. See the package for how a read works.
 
-    The owner's thread does all work. If the owner does not call `wait_events` for `peer_timeout_s`, its peers lose it.
+    The owner's thread does all work. If the owner does not call `wait_events` for `peer_timeout_s`, its peers
+    lose it.
 
     Args:
         options: See `TcpOptions`.

@@ -12,9 +12,9 @@ Frames are those of `streams`; everything is little-endian.
 | end | tag: u64, checksum: u64, is_valid: bool |
 | ping | empty |
 
-The side that connected begins with a hello, and the other side answers with its own. Each fetch is answered by a slice and an
-end, or by an end alone if the guard did not hold or the fetch has no rows. The owner sends an end after the last byte of the slice has left its pool; `is_valid` says whether
-the guard still held then.
+The side that connected begins with a hello, and the other side answers with its own. Each fetch is answered
+by a slice and an end, or by an end alone if the guard did not hold or the fetch has no rows. The owner sends
+an end after the last byte of the slice has left its pool; `is_valid` says whether the guard still held then.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+    """Asks for regions, to be sent under this tag if the guard holds.
+
+    `rows`: `(num_rows, 2)` offset, num_bytes.
+    """
 
     tag: int
     with_checksum: bool

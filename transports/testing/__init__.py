@@ -5,8 +5,9 @@
         def create(self):
             return MyTransport  # or any callable that takes the options
 
-Each test states a promise of `transports/base.py`. A failure names the promise and what was seen. The suite compares
-the memory itself and does not rely on what the transport says about it. It checks for leaks as well (`leaks`). `docs/writing-a-transport.md` shows how to use it.
+Each test states a promise of `transports/base.py`. A failure names the promise and what was seen. The suite
+compares the memory itself and does not rely on what the transport says about it. It checks for leaks as well
+(`leaks`). `docs/writing-a-transport.md` shows how to use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`delayed`: a transport that holds events back, as a seed says.
 
-Delays are counted in *turns*, calls of `wait_events`. So a test with delays is as fast as one without, and a seed that
-failed once fails again.
+Delays are counted in *turns*, calls of `wait_events`. So a test with delays is as fast as one without, and a
+seed that failed once fails again.
 """
 
 from __future__ import annotations

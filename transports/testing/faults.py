@@ -39,13 +39,14 @@ class Fault:
     """One thing that goes wrong, once.
 
     Attributes:
-        kind: What happens. At messages and transfers: `"drop"`: the connection to the peer breaks, and a message is
-            lost with it. `"stall"`: from now on nothing goes to the peer or comes from it, and reads from it end at
-            their deadlines. At transfers only: `"fail"`: the transfer ends with `error`. `"corrupt"`: wrong bytes
-            arrive, and the transfer ends with a `ChecksumError`. At calls only: `"raise"`: the call raises `error`
-            and does nothing. `"raise_late"`: it raises `error` after it did everything.
-        at: `"message"`: a message that this node sends or receives. `"transfer"`: a read that it starts. Or one of
-            `CALLS`.
+        kind: What happens. At messages and transfers: `"drop"`: the connection to the peer breaks, and a
+            message is lost with it. `"stall"`: from now on nothing goes to the peer or comes from it, and
+            reads from it end at their deadlines. At transfers only: `"fail"`: the transfer ends with `error`.
+            `"corrupt"`: wrong bytes arrive, and the transfer ends with a `ChecksumError`. At calls only:
+            `"raise"`: the call raises `error` and does nothing. `"raise_late"`: it raises `error` after it
+            did everything.
+        at: `"message"`: a message that this node sends or receives. `"transfer"`: a read that it starts. Or
+            one of `CALLS`.
         nth: Which message, transfer or call, from 1.
         error: Name of a `TransportError` in `transports.errors`; at a call, name of a builtin exception.
 
@@ -103,7 +104,9 @@ class FaultOptions:
 
 
 class Script:
-    """The faults that have not happened yet, and how many messages, transfers and calls a node has counted."""
+    """The faults that have not happened yet, and how many messages, transfers and calls a node has
+    counted.
+    """
 
     def __init__(self, options: FaultOptions) -> None:
         self._left: defaultdict[tuple[str, int], list[Fault]] = defaultdict(list)

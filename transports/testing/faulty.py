@@ -1,4 +1,7 @@
-"""`faulty`: a transport on which a script makes things go wrong. Everything else is as the inner transport does it."""
+"""`faulty`: a transport on which a script makes things go wrong.
+
+Everything else is as the inner transport does it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ class _FaultyGuards(GuardTable):
 
 
 class FaultyTransport(WrappedTransport):
-    """A transport with a `FaultyEndpoint`. `Fault` lists what can go wrong; `FaultOptions` holds the script."""
+    """A transport with a `FaultyEndpoint`.
+
+    `Fault` lists what can go wrong; `FaultOptions` holds the script.
+    """
 
     scheme: ClassVar[str] = "faulty"
 

@@ -1,4 +1,7 @@
-"""Nodes with a pool each, and one loop that serves them all in one thread. The conformance suite is built on them."""
+"""Nodes with a pool each, and one loop that serves them all in one thread.
+
+The conformance suite is built on them.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +224,8 @@ class World:
         """Collect events of all nodes, or of these, until `is_done` returns True.
 
         Raises:
-            AssertionError: it did not within `deadline_s`. The message names the promise and each node's last events.
+            AssertionError: it did not within `deadline_s`. The message names the promise and each node's last
+                events.
         """
         deadline = time.monotonic() + self.deadline_s
         while not is_done():

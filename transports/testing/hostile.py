@@ -1,4 +1,6 @@
-"""Peers that do not keep to the protocol: what a suite needs for the capabilities of `TransportConformance`."""
+"""Peers that do not keep to the protocol: what a suite needs for the capabilities of
+`TransportConformance`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def read_without_checks(link: Link, remote_offset: int, num_bytes: int, guard: G
 
 @contextmanager
 def repeated_frames(times: int) -> Iterator[None]:
-    """Send each frame of each `FrameSocket` this often, for the length of a `with`. A reader asks for one slice at a time."""
+    """Send each frame of each `FrameSocket` this often, for the length of a `with`.
+
+    A reader asks for one slice at a time.
+    """
     send = FrameSocket.send
 
     def send_again(stream: FrameSocket, frame: bytes) -> None:

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
-#: What the proxy can do to received bytes. `cut`: close the connection. `delay`: hold everything up for `DELAY_S`.
-#: `truncate`: drop the end. `duplicate`: send the end twice. `flip`: change one bit.
+#: What the proxy can do to received bytes. `cut`: close the connection. `delay`: hold everything up for
+#: `DELAY_S`. `truncate`: drop the end. `duplicate`: send the end twice. `flip`: change one bit.
 NetworkFault = Literal["cut", "delay", "truncate", "duplicate", "flip"]
 
 #: Seconds for which a delay holds everything up.
@@ -31,7 +31,8 @@ class HostileProxy:
         faults: The faults that may happen.
         seed: Seed of the random choices.
         rate: The share of received pieces that a fault happens to, 0 to 1.
-        marker: Faults happen only to pieces that contain these bytes, for example the name of a message, and after them.
+        marker: Faults happen only to pieces that contain these bytes, for example the name of a message, and
+            after them.
 
     Attributes:
         port: The port to connect to.

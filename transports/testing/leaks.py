@@ -2,12 +2,13 @@
 
     pytest_plugins = ["kvferry.transports.testing.leaks"]   # in the top conftest.py of your tests
 
-It looks for threads, descriptors, child processes, shared memory, mapped memory and sockets. What existed before the
-test does not count, so fixtures of a wider scope may hold what they like. The conformance suites check their own tests
-like this even if the plug-in is not loaded.
+It looks for threads, descriptors, child processes, shared memory, mapped memory and sockets. What existed
+before the test does not count, so fixtures of a wider scope may hold what they like. The conformance suites
+check their own tests like this even if the plug-in is not loaded.
 
-Some things end a little after the call that ends them: a thread leaves its last function, the kernel reaps a child.
-So the check waits until nothing is left, for `SETTLE_S` seconds at most. A test that leaves nothing does not wait.
+Some things end a little after the call that ends them: a thread leaves its last function, the kernel reaps a
+child. So the check waits until nothing is left, for `SETTLE_S` seconds at most. A test that leaves nothing
+does not wait.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SETTLE_S = 10.0
 #: Where shared memory has names.
 _SHM = "/dev/shm/"
 
-#: How the paths of mapped shared memory begin in /proc/PID/maps. Other files count as descriptors only: libraries keep
-#: code and model files mapped for as long as the process lives.
+#: How the paths of mapped shared memory begin in /proc/PID/maps. Other files count as descriptors only:
+#: libraries keep code and model files mapped for as long as the process lives.
 _MAPPED = ("/memfd:", _SHM, "/SYSV")
 
 K = TypeVar("K", bound=Hashable)
@@ -51,7 +52,8 @@ class LeakCheck:
 
     Attributes:
         find: Return an identity of each one that exists now.
-        describe: Say what it is and where it came from, as far as that can be known. None: it has ended meanwhile.
+        describe: Say what it is and where it came from, as far as that can be known. None: it has ended
+            meanwhile.
     """
 
     find: Callable[[], Iterable[Any]]
@@ -264,8 +266,8 @@ def _left_since(before: Found, *, after_failure: bool) -> Found:
         left["mapped memory"].clear()
         left["descriptors"] = {found for found in left["descriptors"] if not found[1].startswith(_MAPPED)}
     unknown = left["shared memory"] - {path for _, _, path in _mapped_memory()}
-    # Nothing says whose a name is once its maker has died. So while other programs, which may die as well, have
-    # shared memory, only what this process has mapped counts.
+    # Nothing says whose a name is once its maker has died. So while other programs, which may die as well,
+    # have shared memory, only what this process has mapped counts.
     if unknown and (before["shared memory"] or _mapped_by_strangers()):
         left["shared memory"] -= unknown
     return left
@@ -291,7 +293,8 @@ class Leaks:
         self._before = _find()
 
     def wait(self, settle_s: float, *, after_failure: bool = False) -> list[str]:
-        """Wait until nothing is left, for at most `settle_s` seconds; return a description of each thing that is.
+        """Wait until nothing is left, for at most `settle_s` seconds; return a description of each thing that
+        is.
 
         Args:
             after_failure: Do not count memory, because the traceback of the failure may refer to it.
@@ -313,7 +316,9 @@ class Leaks:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what the imported modules hold from collections, each of which would visit it: up to 0.4 s per test."""
+    """Exempt what the imported modules hold from collections, each of which would visit it: up to 0.4 s per
+    test.
+    """
     if not gc.get_freeze_count():  # what a session within a test imports ends with that test
         gc.collect()
         gc.freeze()
@@ -327,8 +332,8 @@ def _checked(request: pytest.FixtureRequest) -> Iterator[None]:
     with _starts_are_recorded():
         leaks = Leaks()
         yield
-        # The test is over, and so are the fixtures that it asked for. pytest still holds what they returned, and errors
-        # that were logged, whose tracebacks hold variables. Neither must keep memory mapped.
+        # The test is over, and so are the fixtures that it asked for. pytest still holds what they returned,
+        # and errors that were logged, whose tracebacks hold variables. Neither must keep memory mapped.
         request.node.funcargs.clear()
         if log is not None:
             for phase in ("setup", "call", "teardown"):
@@ -351,7 +356,10 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class LeavesNothingBehind:
-    """Base of a suite whose tests are checked even if the plug-in is not loaded. If it is, they are checked once."""
+    """Base of a suite whose tests are checked even if the plug-in is not loaded.
+
+    If it is, they are checked once.
+    """
 
     # The name is that of the plug-in's fixture, so this one takes its place.
     @pytest.fixture(autouse=True)

@@ -1,4 +1,6 @@
-"""The memory of this process: how much it has, and limits, so that a transport with a bug cannot exhaust the machine's."""
+"""The memory of this process: how much it has, and limits, so that a transport with a bug cannot exhaust the
+machine's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-#: What the process may still allocate, and the size of the largest file. More than the other threads need meanwhile.
+#: What the process may still allocate, and the size of the largest file. More than the other threads need
+#: meanwhile.
 _SPARE_BYTES = 256 << 20
 
 _LIBC = ctypes.CDLL(None)
@@ -19,7 +22,9 @@ _LIBC = ctypes.CDLL(None)
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Let this process allocate little more memory, and no large file, also none in memory, for the length of a `with`."""
+    """Let this process allocate little more memory, and no large file, also none in memory, for the length of
+    a `with`.
+    """
     mapped, _ = _memory_bytes()
     with ExitStack() as restored:
         for limit, num_bytes in (
@@ -45,10 +50,11 @@ def reached_limit(error: BaseException | None) -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give the kernel what this process has freed, before `resident_bytes` measures what it uses from then on.
+    """Give the kernel what this process has freed, before `resident_bytes` measures what it uses from then
+    on.
 
-    The C library keeps freed memory for the next allocations. If it held 200 MiB, then the first 200 MiB of growth
-    would not be seen.
+    The C library keeps freed memory for the next allocations. If it held 200 MiB, then the first 200 MiB of
+    growth would not be seen.
     """
     gc.collect()
     if hasattr(_LIBC, "malloc_trim"):  # glibc's

@@ -24,7 +24,9 @@ def require(holds: bool, promise: str, seen: object) -> None:
 
 
 class EventOrder:
-    """Record the calls of an endpoint's owner and its events. Each method fails the test if a promise is broken.
+    """Record the calls of an endpoint's owner and its events.
+
+    Each method fails the test if a promise is broken.
 
     The module `transports.base` states the promises.
     """

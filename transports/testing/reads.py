@@ -120,7 +120,9 @@ class MemoryPromises:
 
 
 class ReadPromises:
-    """`start_read`: all the right bytes arrive, and only in the local regions; or the read ends with an error."""
+    """`start_read`: all the right bytes arrive, and only in the local regions; or the read ends with an
+    error.
+    """
 
     @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * (1 << 20) + 5])
     @pytest.mark.parametrize(("local", "remote"), [(0, 0), (3, 4099), (PAGE, 1)])
@@ -274,8 +276,8 @@ class ReadPromises:
     def test_a_read_that_takes_too_long_times_out(self, world: World, link: Link) -> None:
         promise = "a read that is not over after `timeout_s` ends with a `TransferTimeoutError`"
         start = link.consumer.endpoint.start_read
-        # The owner of the memory does nothing meanwhile. If its help is not needed, a copy in another thread may be over
-        # before the loop looks at the time, on a busy machine; so try a few times.
+        # The owner of the memory does nothing meanwhile. If its help is not needed, a copy in another thread
+        # may be over before the loop looks at the time, on a busy machine; so try a few times.
         for _ in range(5):
             transfer_id = start(link.producer_id, EVERYTHING, HELD, timeout_s=1e-9)
             ended = world.end_of(link, transfer_id, link.consumer)
@@ -284,7 +286,10 @@ class ReadPromises:
         broken(promise, f"{ended}, five times")
 
     def test_a_read_from_a_peer_that_stopped_ends_in_time(self, world: World, link: Link) -> None:
-        """The owner of the memory does nothing any more. A transport that needs no help from it may succeed."""
+        """The owner of the memory does nothing any more.
+
+        A transport that needs no help from it may succeed.
+        """
         start = link.consumer.endpoint.start_read
         transfer_id = start(link.producer_id, EVERYTHING, HELD, timeout_s=0.1)
         ended = world.end_of(link, transfer_id, link.consumer)
@@ -296,7 +301,9 @@ class ReadPromises:
             same_bytes(link.consumer.memory(), link.producer.memory(), ARRIVES)
 
     def test_a_read_beside_one_that_timed_out_gets_its_own_bytes(self, world: World, link: Link) -> None:
-        """What was on its way for the first read arrives later, and must not be taken for bytes of the second."""
+        """What was on its way for the first read arrives later, and must not be taken for bytes of the
+        second.
+        """
         start, half = link.consumer.endpoint.start_read, POOL_BYTES // 2
         late = start(link.producer_id, pairs_of((0, 0, half)), HELD, timeout_s=0.02)
         other = start(link.producer_id, pairs_of((half, half, half)), HELD, timeout_s=DEADLINE_S)
@@ -449,7 +456,9 @@ class GuardPromises:
             link.consumer.endpoint.start_read(link.producer_id, pairs_of((0, 0, 1)), guard, timeout_s=1)
 
     def test_memory_that_is_reused_during_a_read_is_never_delivered(self, world: World, link: Link) -> None:
-        """The owner clears the guard and writes, after 0, 1, 2, ... turns of the loop, until the read is faster."""
+        """The owner clears the guard and writes, after 0, 1, 2, ... turns of the loop, until the read is
+        faster.
+        """
         guards, memory = link.producer.transport.guards, link.producer.memory()
         for num_turns in range(24):
             value = num_turns + 1
@@ -476,7 +485,9 @@ class GuardPromises:
     def test_memory_that_is_reused_before_the_last_slice_is_copied_is_never_delivered(
         self, world: World, on_guard_check: OnGuardCheck
     ) -> None:
-        """A guard that is cleared earlier is noticed at the slices before the last one, which is a short one."""
+        """A guard that is cleared earlier is noticed at the slices before the last one, which is a
+        short one.
+        """
         num_bytes = (17 << 20) + 5  # a little more than a slice, also where slices are large
         link = world.pair(num_bytes)
         num_checks = self._read_and_reuse(world, link, num_bytes, on_guard_check, after=0)
@@ -487,7 +498,10 @@ class GuardPromises:
     def _read_and_reuse(
         self, world: World, link: Link, num_bytes: int, on_guard_check: OnGuardCheck, *, after: int
     ) -> int:
-        """Read; reuse the memory after this check of the guard, counted from 1. Return how many checks were seen."""
+        """Read; reuse the memory after this check of the guard, counted from 1.
+
+        Return how many checks were seen.
+        """
         guards, memory = link.producer.transport.guards, link.producer.memory()
         num_checks = 0
 

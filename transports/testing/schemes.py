@@ -12,7 +12,10 @@ from ..registry import BUILT_IN
 
 
 def built_in(*, without: Collection[str] = ()) -> list[Any]:
-    """Return one `pytest.param` per built-in transport. Tests skip a transport whose Python package is missing."""
+    """Return one `pytest.param` per built-in transport.
+
+    Tests skip a transport whose Python package is missing.
+    """
     return [_param(scheme) for scheme in BUILT_IN if scheme not in without]
 
 

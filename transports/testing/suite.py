@@ -33,10 +33,10 @@ class TransportConformance(
 ):
     """All promises of a transport. Derive from it, and override the fixture `create`.
 
-    Some tests need help from the author of the transport: a *capability*. Each is a fixture to override. If a suite
-    does not declare one, the tests that need it are left out, and one skipped test names all that is missing. Set a
-    fixture to None if the transport cannot have it: then nothing is said about it. If a fixture returns None, the tests
-    that need it are skipped.
+    Some tests need help from the author of the transport: a *capability*. Each is a fixture to override. If a
+    suite does not declare one, the tests that need it are left out, and one skipped test names all that is
+    missing. Set a fixture to None if the transport cannot have it: then nothing is said about it. If a
+    fixture returns None, the tests that need it are skipped.
 
     | fixture | returns |
     |---|---|
@@ -75,7 +75,8 @@ checking them, as a hostile peer would. Not for one-sided transports, whose owne
     def on_guard_check(self) -> OnGuardCheck:
         """Return a context manager that calls a function after each check in which a guard held.
 
-        This one sees every check by `WordTable.holds` or `guard_holds`. Override it if the transport has another way.
+        This one sees every check by `WordTable.holds` or `guard_holds`. Override it if the transport has
+        another way.
         """
         return _after_checks
 

@@ -49,7 +49,10 @@ class WrappedEndpoint(Endpoint):
 
 
 class RenamedEndpoint(WrappedEndpoint):
-    """An endpoint with a scheme of its own. Its addresses are `SCHEME:` and then those of the inner endpoint."""
+    """An endpoint with a scheme of its own.
+
+    Its addresses are `SCHEME:` and then those of the inner endpoint.
+    """
 
     def __init__(self, scheme: str, inner: Endpoint) -> None:
         super().__init__(inner)
@@ -73,7 +76,10 @@ class RenamedEndpoint(WrappedEndpoint):
 
 
 class WrappedTransport(PeerTransport):
-    """A transport that passes every call on to `inner` and owns it. Override `_wrap` to change its endpoint."""
+    """A transport that passes every call on to `inner` and owns it.
+
+    Override `_wrap` to change its endpoint.
+    """
 
     scheme: ClassVar[str]
 

@@ -1,9 +1,9 @@
 """The library: the one module that knows `ucxx`.
 
-Some things that `ucxx` does not offer are asked of UCX itself, which `ucxx` has loaded, above all what an endpoint really
-uses, and the end of a worker. `ucxx` keeps a worker alive while one of its requests is pending, and a receive whose sender died
-in the middle is pending forever. `Worker.close` ends such a worker all the same, and with it every later write into
-our memory.
+Some things that `ucxx` does not offer are asked of UCX itself, which `ucxx` has loaded, above all what an
+endpoint really uses, and the end of a worker. `ucxx` keeps a worker alive while one of its requests is
+pending, and a receive whose sender died in the middle is pending forever. `Worker.close` ends such a worker
+all the same, and with it every later write into our memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; 
 _MAX_PROGRESS = 64
 
 _CLOSE_PERIOD_NS = 10**8
-#: How long UCX may take to end what a forced close left behind. That needs no answer of the peer, so it is short.
+#: How long UCX may take to end what a forced close left behind. That needs no answer of the peer, so it is
+#: short.
 _FLUSH_S = 0.1
 _MAX_LANES = 64
 _EP_ATTR_FIELD_TRANSPORTS = 1 << 3
@@ -141,7 +142,10 @@ def _library() -> _Library:
 
 
 class Operation:
-    """A message that is being sent or received. The memory is UCX's until it is done, or its worker closed."""
+    """A message that is being sent or received.
+
+    The memory is UCX's until it is done, or its worker closed.
+    """
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -151,7 +155,8 @@ class Operation:
         return bool(self._request.completed)
 
     def check(self) -> None:
-        """Check how it ended, by its status: an exception of `ucxx` would keep the worker alive in its traceback.
+        """Check how it ended, by its status: an exception of `ucxx` would keep the worker alive in its
+        traceback.
 
         Raises:
             PeerLostError: the peer is gone.
@@ -171,8 +176,8 @@ class Operation:
 class Context:
     """UCX's side of this process, for all of its peers: the devices, and a first worker that serves no peer.
 
-    While that worker exists, UCX's own thread runs. UCX starts the thread with the first worker, and aborts the process if
-    it finds no descriptor for it. So that must not happen for the sake of a connection.
+    While that worker exists, UCX's own thread runs. UCX starts the thread with the first worker, and aborts
+    the process if it finds no descriptor for it. So that must not happen for the sake of a connection.
     """
 
     def __init__(self, options: UCXOptions, reserve: Reserve) -> None:
@@ -199,7 +204,10 @@ class Context:
         self._has_lost_worker = False
 
     def destroy(self, worker_handle: int) -> None:
-        """End a worker that `ucxx` keeps alive. `ucxx` then keeps the context alive as well, until `close` ends it."""
+        """End a worker that `ucxx` keeps alive.
+
+        `ucxx` then keeps the context alive as well, until `close` ends it.
+        """
         self.library.ucp.ucp_worker_destroy(worker_handle)
         self._has_lost_worker = True
 
@@ -213,7 +221,8 @@ class Context:
 class Worker:
     """UCX's side of one peer: a worker, and an endpoint once the peer's address is known.
 
-    Each peer has its own, so that closing it is certain to end whatever the peer could still write into our memory.
+    Each peer has its own, so that closing it is certain to end whatever the peer could still write into our
+    memory.
 
     Attributes:
         address: What the other side connects to.
@@ -252,7 +261,9 @@ class Worker:
         return descriptor.value
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `progress` has something to do, if `arm` returned True before."""
+        """A descriptor that is readable when `progress` has something to do, if `arm` returned True
+        before.
+        """
         return self._epoll.fileno()
 
     def connect(self, address: bytes) -> str:
@@ -263,7 +274,8 @@ class Worker:
 
         Raises:
             BackpressureError: there are not enough descriptors. UCX was not asked.
-            PeerRefusedError: no transport leads there, or only TCP, which is refused; or it is not a UCX address.
+            PeerRefusedError: no transport leads there, or only TCP, which is refused; or it is not a UCX
+                address.
             ProtocolError: the address is of another version; UCX would abort the process.
         """
         if address[0] & _VERSION_BITS != self.address[0] & _VERSION_BITS:
@@ -326,7 +338,10 @@ class Worker:
         return bool(self._worker.arm())
 
     def close(self) -> None:
-        """Cut what is in flight and free everything. Afterwards nothing is written into our memory any more."""
+        """Cut what is in flight and free everything.
+
+        Afterwards nothing is written into our memory any more.
+        """
         try:
             self._let_go()
         finally:
@@ -336,7 +351,8 @@ class Worker:
             self._epoll.close()
 
     def _let_go(self) -> None:
-        """Cancel everything, and drop every reference to objects of `ucxx` except the worker, also local ones.
+        """Cancel everything, and drop every reference to objects of `ucxx` except the worker, also local
+        ones.
 
         A reference that is left would end the worker a second time when it is dropped.
         """
@@ -348,17 +364,18 @@ class Worker:
         for operation in self._operations:
             operation.forget()
         self._flush()
-        # `ucxx` ends a worker only after it has received every message that came unasked, and waits without a deadline:
-        # for ever if the peer froze, or closed in the middle of one. So take them away, unread; UCX frees them with the
-        # worker. There is no end of them only if UCX works in between, and from here on nothing lets it.
+        # `ucxx` ends a worker only after it has received every message that came unasked, and waits without a
+        # deadline: for ever if the peer froze, or closed in the middle of one. So take them away, unread; UCX
+        # frees them with the worker. There is no end of them only if UCX works in between, and from here on
+        # nothing lets it.
         while self._library.ucp.ucp_tag_probe_nb(self._handle, 0, 0, True, ctypes.byref(_MessageInfo())):
             pass
 
     def _flush(self) -> None:
         """Let UCX end what the forced close of an endpoint left behind.
 
-        `ucp_worker_destroy` ends it too, but crashes in `ibv_modify_qp` if the endpoint was still being connected over
-        `rc_verbs` (seen with the UCX of NIXL's wheel, 1.5.1).
+        `ucp_worker_destroy` ends it too, but crashes in `ibv_modify_qp` if the endpoint was still being
+        connected over `rc_verbs` (seen with the UCX of NIXL's wheel, 1.5.1).
         """
         ucp, deadline = self._library.ucp, time.monotonic() + _FLUSH_S
         self._worker.progress_once()
@@ -370,7 +387,9 @@ class Worker:
         ucp.ucp_request_free(request)
 
     def _is_open(self) -> bool:
-        """Whether UCX's own worker still exists: then its descriptor is still the file that was registered."""
+        """Whether UCX's own worker still exists: then its descriptor is still the file that was
+        registered.
+        """
         try:
             self._epoll.modify(self._descriptor, select.EPOLLIN)
         except OSError:

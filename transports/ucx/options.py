@@ -25,10 +25,11 @@ class UCXOptions(PlaintextOptions):
 
     Attributes:
         refuse_tcp: Fail instead of moving bytes over TCP.
-        rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in `UCX_RNDV_THRESH`.
-            `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent at once.
-        spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
-            slice is in flight; twice as long after it starts a read. 0: it blocks at once.
+        rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in
+            `UCX_RNDV_THRESH`. `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent
+            at once.
+        spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at
+            most one slice is in flight; twice as long after it starts a read. 0: it blocks at once.
     """
 
     scheme: ClassVar[str] = SCHEME
@@ -56,9 +57,11 @@ class UCXOptions(PlaintextOptions):
             raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {mechanism}: {REMEDY}")
 
     def tuned_for(self, mechanism: str) -> Self:
-        """Return these options without rendezvous if there is nothing but TCP, where the extra round trip never pays.
+        """Return these options without rendezvous if there is nothing but TCP, where the extra round trip
+        never pays.
 
-        `tls` then names TCP: without a rendezvous UCX would also consider reading another process's memory (`cma`).
+        `tls` then names TCP: without a rendezvous UCX would also consider reading another process's memory
+        (`cma`).
 
         Args:
             mechanism: The best one on this node, e.g. `"ucx:tcp"`.

@@ -1,4 +1,6 @@
-"""How slices travel by UCX: each is one message under a random tag, from pool to pool or from buffer to buffer."""
+"""How slices travel by UCX: each is one message under a random tag, from pool to pool or from buffer to
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from .library import Operation, Worker
 from .options import UCXOptions
 from .wire import MAX_ROWS, Answer, Fetch
 
-#: What is sent where there is nothing to send: each fetch gets one UCX message, so that the receive for it ends.
+#: What is sent where there is nothing to send: each fetch gets one UCX message, so that the receive for it
+#: ends.
 _NOTHING: Final = ctypes.c_ubyte()
 
 # In Python 3.11, access to a member of an enum takes as long as a whole step here.
@@ -31,8 +34,8 @@ _HELD, _STALE, _FETCHED = Verdict.HELD, Verdict.STALE, SliceState.FETCHED
 def limits_of(options: UCXOptions) -> SliceLimits:
     """Return how reads are cut.
 
-    A region of at least 512 KiB goes straight from pool to pool. Smaller ones are gathered into a staging buffer, because
-    a UCX message costs more than copying them twice.
+    A region of at least 512 KiB goes straight from pool to pool. Smaller ones are gathered into a staging
+    buffer, because a UCX message costs more than copying them twice.
     """
     return SliceLimits(options.slice_bytes, MAX_ROWS, alone_bytes=min(512 << 10, options.slice_bytes))
 
@@ -78,8 +81,8 @@ class Reader(sliced.Reader[_Slice]):
 
     def send_fetch(self, piece: _Slice) -> None:
         self._channel.send(Fetch(piece.tag, piece.transfer.read.guard, piece.rows).encode())
-        # What follows overlaps with the fetch's way to the owner. The answer cannot overtake the receive: UCX hands
-        # nothing over before `progress` is called, which happens later in this thread.
+        # What follows overlaps with the fetch's way to the owner. The answer cannot overtake the receive: UCX
+        # hands nothing over before `progress` is called, which happens later in this thread.
         address = int(piece.targets[0]) if piece.buffer is None else piece.buffer.address
         piece.operation = self._worker.receive(piece.tag, address, max(1, piece.num_bytes))
 

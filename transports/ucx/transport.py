@@ -1,9 +1,9 @@
 """`UCXTransport`, and its backend: connections, handshakes, and the loop over what arrives.
 
-The cost of one event does not grow with the number of peers, although each peer has a UCX worker of its own. UCX does
-its work only when it is asked to, worker by worker, so this module asks only the *active* ones: those that were just
-used, and those whose descriptor was reported. A worker stops being active when `Worker.arm` succeeds: from then on its
-descriptor reports whatever happens to it.
+The cost of one event does not grow with the number of peers, although each peer has a UCX worker of its own.
+UCX does its work only when it is asked to, worker by worker, so this module asks only the *active* ones:
+those that were just used, and those whose descriptor was reported. A worker stops being active when
+`Worker.arm` succeeds: from then on its descriptor reports whatever happens to it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class UCXBackend(PlainStreamBackend[Connection]):
     # -- connections -----------------------------------------------------------------------------------
 
     def wrap(self, sock: socket.socket) -> Handshake:
-        # UCX learns of the peer only after the peer's preface has come: most addresses that lead nowhere are refused
-        # before that, and cost one socket instead of a worker.
+        # UCX learns of the peer only after the peer's preface has come: most addresses that lead nowhere are
+        # refused before that, and cost one socket instead of a worker.
         return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
 
     def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
@@ -247,8 +247,9 @@ class UCXBackend(PlainStreamBackend[Connection]):
         read.mechanism = link.mechanism + self._mover.suffix
         link.reader.start(read, SlicePlan.of(read.pairs, targets, link.limits))
         self._touched(peer, link)
-        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
-        # The period starts when the fetch has left: preparing it takes as long as a good part of the period.
+        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a
+        # slice comes. The period starts when the fetch has left: preparing it takes as long as a good part of
+        # the period.
         self._busy_poll.extend(num_steps=2)
 
     def stop_read(self, read: Read[Connection]) -> bool:
@@ -258,7 +259,8 @@ class UCXBackend(PlainStreamBackend[Connection]):
             return True
         if read.peer not in self._links:
             return False  # its worker is closed, and a copy to the GPU ends soon
-        # Only closing the worker ends a receive with certainty, and that costs the peer. So give it some time to finish.
+        # Only closing the worker ends a receive with certainty, and that costs the peer. So give it some time
+        # to finish.
         self.peers.call_at(self.peers.clock() + self._options.peer_timeout_s, partial(self._give_up, read))
         return False
 
@@ -272,7 +274,8 @@ class UCXBackend(PlainStreamBackend[Connection]):
 
     def turn(self, timeout_s: float) -> None:
         self._settle()
-        # Arming comes last before the wait: what happens to a worker between the two is reported by its descriptor.
+        # Arming comes last before the wait: what happens to a worker between the two is reported by its
+        # descriptor.
         if self._poll_busily(timeout_s) or self.peers.has_events or not self._arm():
             timeout_s = 0.0
         if self._mover.has_open_tickets:
@@ -285,7 +288,8 @@ class UCXBackend(PlainStreamBackend[Connection]):
     def _poll_busily(self, timeout_s: float) -> bool:
         """Poll for what comes next, as long as it is near; returns whether anything came.
 
-        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain.
+        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to
+        gain.
         """
         until = time.monotonic() + timeout_s
         while self._busy_poll.is_on(until) and self._has_at_most_one_slice():
@@ -304,7 +308,9 @@ class UCXBackend(PlainStreamBackend[Connection]):
             self._active[peer] = link
 
     def _touched(self, peer: Peer[Connection], link: Link) -> None:
-        """Something was posted to a worker, or an answer came: look at the link until its worker is armed again."""
+        """Something was posted to a worker, or an answer came: look at the link until its worker is armed
+        again.
+        """
         self._active[peer] = link
         self._update(peer, link)
 
@@ -347,8 +353,8 @@ class UCXBackend(PlainStreamBackend[Connection]):
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_serving(self) -> None:
-        # UCX may still send from the pool until the workers are closed, but the answer that vouches for it would find
-        # its guard cleared.
+        # UCX may still send from the pool until the workers are closed, but the answer that vouches for it
+        # would find its guard cleared.
         self._served.guards.clear_all()
         self._mover.drain()
 
@@ -363,8 +369,8 @@ class UCXBackend(PlainStreamBackend[Connection]):
 class UCXTransport(HostTransport):
     """Peers over what UCX finds: RDMA or TCP. See the package for how a read works.
 
-    The owner's thread does all work, also that of UCX. If the owner does not call `wait_events` for `peer_timeout_s`,
-    its peers lose it.
+    The owner's thread does all work, also that of UCX. If the owner does not call `wait_events` for
+    `peer_timeout_s`, its peers lose it.
 
     Args:
         options: See `UCXOptions`.

@@ -13,10 +13,11 @@ Frames are those of `streams`; everything is little-endian.
 | sent, stale | tag: u64 |
 | ping | empty |
 
-Each side begins with a preface as soon as the TCP connection is established, so versions are known before anything is
-opened. After the listener's preface the connecting side opens a worker and sends a hello. The listener opens an endpoint
-to that UCX address, and answers with a hello that names what UCX chose. The connecting side also opens an endpoint, and
-sends a ready. Each fetch is answered by one UCX message under its tag, and by sent or stale here.
+Each side begins with a preface as soon as the TCP connection is established, so versions are known before
+anything is opened. After the listener's preface the connecting side opens a worker and sends a hello. The
+listener opens an endpoint to that UCX address, and answers with a hello that names what UCX chose. The
+connecting side also opens an endpoint, and sends a ready. Each fetch is answered by one UCX message under its
+tag, and by sent or stale here.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ FRAME_LIMITS: Mapping[int, int] = {
 
 @dataclass(frozen=True)
 class Preface:
-    """Says that this is a node, and its version. The kind is that of a hello: every version can read a hello's version."""
+    """Says that this is a node, and its version.
+
+    The kind is that of a hello: every version can read a hello's version.
+    """
 
     def encode(self) -> bytes:
         return encode_frame(Kind.HELLO, encode_preface(_MAGIC, PROTOCOL_VERSION))
@@ -124,7 +128,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+    """Asks for regions, to be sent under this tag if the guard holds.
+
+    `rows`: `(num_rows, 2)` offset, num_bytes.
+    """
 
     tag: int
     guard: Guard

@@ -1,10 +1,11 @@
 """`zeromq`: peers on other hosts, over TCP, by ZeroMQ.
 
-The reader pulls. It cuts a read into slices of about four megabytes and *fetches* them one by one, a few ahead (its
-window). The owner keeps no state about a read: it answers each fetch from its pool, without a copy, and forgets it.
-So a reader that stalls holds no memory of the owner's, many reads share a connection fairly, and control messages
-never wait for more than one window. When the last slice is in place the reader asks once more whether the guard
-still holds; that answer was given after every byte had left the owner's memory, which is what makes it a proof.
+The reader pulls. It cuts a read into slices of about four megabytes and *fetches* them one by one, a few
+ahead (its window). The owner keeps no state about a read: it answers each fetch from its pool, without a
+copy, and forgets it. So a reader that stalls holds no memory of the owner's, many reads share a connection
+fairly, and control messages never wait for more than one window. When the last slice is in place the reader
+asks once more whether the guard still holds; that answer was given after every byte had left the owner's
+memory, which is what makes it a proof.
 
     options    options and addresses
     security   CURVE keys

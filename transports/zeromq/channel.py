@@ -25,7 +25,8 @@ Parts = Sequence[bytes | Frame]
 
 _SEND_ERRORS: Final[Mapping[type[BaseException], type[KVTransferError]]] = {zmq.ZMQError: TransportError}
 
-#: Messages in each of libzmq's queues. Low, because libzmq bounds only their number, and a message may have 4 MiB.
+#: Messages in each of libzmq's queues. Low, because libzmq bounds only their number, and a message may have 4
+#: MiB.
 _QUEUE_LENGTH = 16
 
 #: How long libzmq tries to send what is queued when a channel is closed.
@@ -49,7 +50,10 @@ _monitor_ids = itertools.count(1)
 
 
 class Observer(Protocol):
-    """What channels report to. None of these raises; each may hang up on any channel, also on the one that reports."""
+    """What channels report to.
+
+    None of these raises; each may hang up on any channel, also on the one that reports.
+    """
 
     def on_accepted(self, channel: Channel) -> None:
         """A peer has connected."""
@@ -62,11 +66,12 @@ class Observer(Protocol):
 
 
 class Port(ABC):
-    """libzmq's sockets that messages come from: a listener's for many channels, or those of one dialled channel.
+    """libzmq's sockets that messages come from: a listener's for many channels, or those of one dialled
+    channel.
 
-    The descriptor of a socket (`ZMQ_FD`) reports that *something* happened to it, once, and any call on the socket may
-    take that report away. So after a call a port has to be pumped before its descriptor can be relied on again. See
-    `Sockets.wait`.
+    The descriptor of a socket (`ZMQ_FD`) reports that *something* happened to it, once, and any call on the
+    socket may take that report away. So after a call a port has to be pumped before its descriptor can be
+    relied on again. See `Sockets.wait`.
     """
 
     #: What becomes ready when there is something to pump.
@@ -79,7 +84,8 @@ class Port(ABC):
     def pump(self) -> bool:
         """Take what has arrived and report it; never blocks. Returns whether there may be more.
 
-        When it returns False, the last call on each socket found nothing. From then on the descriptors report.
+        When it returns False, the last call on each socket found nothing. From then on the descriptors
+        report.
         """
 
     @abstractmethod
@@ -115,8 +121,8 @@ class Channel(ABC):
     def send(self, parts: Parts) -> None:
         """Send a message, or queue it for `flush`.
 
-        A failure is reported to the observer and not raised: the call that sends is often about another peer. After a
-        failure, and after `hang_up`, messages are dropped.
+        A failure is reported to the observer and not raised: the call that sends is often about another peer.
+        After a failure, and after `hang_up`, messages are dropped.
         """
         if self._queue or not self._is_taken(parts):
             self._queue.append(parts)
@@ -216,7 +222,8 @@ class DialedChannel(Channel, Port):
             raise
         self.sockets = (self._socket, self._monitor.socket)
         try:
-            # An IP address. libzmq would look up a name in its I/O thread, which then moves no bytes for any peer.
+            # An IP address. libzmq would look up a name in its I/O thread, which then moves no bytes for any
+            # peer.
             self._socket.connect(Address(found.host, address.port).endpoint)
         except BaseException:
             self.close()
@@ -281,9 +288,9 @@ _REFUSALS: Final[dict[int, tuple[type[TransportError], str]]] = {
 def configure(socket: Socket, options: ZeroMQOptions) -> None:
     """Set what both kinds of sockets have in common.
 
-    libzmq's I/O threads answer heartbeats, so a peer whose own threads are busy is not lost. A peer that stopped is
-    noticed within `peer_timeout_s`: half of it passes until the next heartbeat, and half without an answer. Heartbeats
-    are nearly all that an idle peer costs, so they are as rare as this allows.
+    libzmq's I/O threads answer heartbeats, so a peer whose own threads are busy is not lost. A peer that
+    stopped is noticed within `peer_timeout_s`: half of it passes until the next heartbeat, and half without
+    an answer. Heartbeats are nearly all that an idle peer costs, so they are as rare as this allows.
     """
     interval_ms = int(options.peer_timeout_s * 500)
     socket.linger = _LINGER_MS
@@ -329,7 +336,9 @@ def receive(socket: Socket) -> list[Frame] | None:
 
 
 def _skip_rest(socket: Socket) -> None:
-    """Throw away the rest of a message, which would otherwise be taken for the beginning of another peer's."""
+    """Throw away the rest of a message, which would otherwise be taken for the beginning of another
+    peer's.
+    """
     try:
         while socket.getsockopt(zmq.RCVMORE) and Frame.received(socket) is not None:
             pass

@@ -1,8 +1,8 @@
 """Frames that are sent and received without a copy.
 
-pyzmq sends Python's memory without a copy as well, but then needs a message per frame, and a thread, to learn when it
-may free the memory. A frame here needs neither: its bytes lie either in a pool, which outlives every connection, or in
-memory of libzmq, which frees it.
+pyzmq sends Python's memory without a copy as well, but then needs a message per frame, and a thread, to learn
+when it may free the memory. A frame here needs neither: its bytes lie either in a pool, which outlives every
+connection, or in memory of libzmq, which frees it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Self
 import zmq
 from zmq.backend.cython import _zmq
 
-# None of these calls blocks or calls back, so keep the GIL: releasing and taking it takes longer than the calls.
+# None of these calls blocks or calls back, so keep the GIL: releasing and taking it takes longer than the
+# calls.
 _libzmq = ctypes.PyDLL(_zmq.__file__, use_errno=True)
 _libzmq.zmq_msg_init.argtypes = (ctypes.c_void_p,)
 _libzmq.zmq_msg_init_size.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -59,7 +60,8 @@ class Frame:
     def borrowed(cls, address: int, num_bytes: int) -> Self:
         """Make a frame of bytes elsewhere, without a copy.
 
-        The memory must stay mapped until the context is terminated. Its contents may change before they are sent.
+        The memory must stay mapped until the context is terminated. Its contents may change before they are
+        sent.
         """
         message = _Message()
         _libzmq.zmq_msg_init_data(message, address, num_bytes, None, None)
@@ -127,7 +129,9 @@ class Frame:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor of the connection that a received frame came over; -1 if libzmq does not know it."""
+        """The file descriptor of the connection that a received frame came over; -1 if libzmq does not know
+        it.
+        """
         return int(_libzmq.zmq_msg_get(self._message, _SRCFD))
 
     @property

@@ -1,8 +1,8 @@
 """Accepted connections: one ROUTER socket for all of them, which distinguishes them by libzmq's routing ids.
 
-A ROUTER neither reports the end of a connection nor can it close one. So both go by the file descriptor of the
-connection: libzmq's monitor reports it when a connection begins and ends, and every message carries it. If we shut the
-connection down by its descriptor, libzmq sees it end, and the peer notices at once.
+A ROUTER neither reports the end of a connection nor can it close one. So both go by the file descriptor of
+the connection: libzmq's monitor reports it when a connection begins and ends, and every message carries it.
+If we shut the connection down by its descriptor, libzmq sees it end, and the peer notices at once.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Listener(Port):
         self._observer = observer
         self._on_used = on_used
         self._log = log
-        # By descriptor, usually one each. If a descriptor was reused before the messages of its first connection were
-        # received, the two connections cannot be distinguished, and both end with the second.
+        # By descriptor, usually one each. If a descriptor was reused before the messages of its first
+        # connection were received, the two connections cannot be distinguished, and both end with the second.
         self._connections: dict[int, list[AcceptedChannel]] = {}
         self._channels: dict[bytes, AcceptedChannel] = {}  # by routing id, including those that we hung up on
         self._gone: deque[AcceptedChannel] = deque()
@@ -159,8 +159,9 @@ class Listener(Port):
             if event == zmq.EVENT_ACCEPTED:
                 self._on_accepted(value)
             elif event == zmq.EVENT_ACCEPT_FAILED:
-                # Out of descriptors. The kernel keeps reporting the pending connection, and libzmq's thread would retry
-                # in a busy loop. Free a descriptor of the reserve: libzmq accepts the connection, and we refuse it.
+                # Out of descriptors. The kernel keeps reporting the pending connection, and libzmq's thread
+                # would retry in a busy loop. Free a descriptor of the reserve: libzmq accepts the connection,
+                # and we refuse it.
                 self._reserve.spend()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._gone.extend(self._connections.pop(value, ()))
@@ -174,20 +175,24 @@ class Listener(Port):
 
     def _add(self, descriptor: int) -> AcceptedChannel:
         channel = AcceptedChannel(self, descriptor, self._observer, self._on_used)
-        # Entered first: to make room for it the observer may hang up on another one, which reads the monitor again.
+        # Entered first: to make room for it the observer may hang up on another one, which reads the monitor
+        # again.
         self._connections.setdefault(descriptor, []).append(channel)
         self._observer.on_accepted(channel)
         return channel
 
     def _channel_of(self, frame: Frame) -> AcceptedChannel | None:
-        """Return the channel of a message with this first frame; None if its connection was refused or is gone."""
+        """Return the channel of a message with this first frame; None if its connection was refused or is
+        gone.
+        """
         routing_id = bytes(frame)
         known = self._channels.get(routing_id)
         if known is not None:
             return known
         # Descriptors are reused, but the monitor reported this connection before its message came.
         self._watch()
-        # libzmq does not know the descriptor if the peer speaks ZMTP from before 2013. We treat that peer as silent.
+        # libzmq does not know the descriptor if the peer speaks ZMTP from before 2013. We treat that peer as
+        # silent.
         descriptor = frame.descriptor
         connections = self._connections.get(descriptor)
         if connections is None:
@@ -209,7 +214,8 @@ class Listener(Port):
             self._shut_down(channel.descriptor)
 
     def _shut_down(self, descriptor: int) -> None:
-        # By a descriptor that is kept for this: connections have to be closed above all when no other is left.
+        # By a descriptor that is kept for this: connections have to be closed above all when no other is
+        # left.
         try:
             os.dup2(descriptor, self._spare, inheritable=False)
             connection = socket.socket(fileno=self._spare)

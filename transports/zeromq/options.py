@@ -18,7 +18,8 @@ class ZeroMQOptions(NetworkOptions):
     Attributes:
         curve: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which means on except for loopback.
         curve_secret_key_file: This node's CURVE secret key, 40 characters of Z85.
-        curve_allowed_keys_file: The public keys of the nodes to talk to, one per line, Z85; `# ` begins a comment.
+        curve_allowed_keys_file: The public keys of the nodes to talk to, one per line, Z85; `# ` begins a
+            comment.
         shared_secret_file: At least 16 bytes that all nodes share, instead of the two files above.
         checksums: Have the owner hash each slice (xxh3), and verify it before it is accepted.
     """

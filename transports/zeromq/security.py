@@ -1,8 +1,8 @@
 """CURVE keys: which ones this node has, when it needs them, and which peers may connect.
 
-Both ways to configure keys give a key pair and the set of public keys that are allowed, in both directions. With
-a shared secret all nodes have the same key pair, derived from the secret, and the set contains only its public key. No secret is ever
-part of a message, a log line or a representation.
+Both ways to configure keys give a key pair and the set of public keys that are allowed, in both directions.
+With a shared secret all nodes have the same key pair, derived from the secret, and the set contains only its
+public key. No secret is ever part of a message, a log line or a representation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Security:
         """Return the keys to listen on `host` with; None means plaintext.
 
         Raises:
-            ConfigurationError: keys are needed but not configured, or plaintext is configured where it is not allowed.
+            ConfigurationError: keys are needed but not configured, or plaintext is configured where it is not
+                allowed.
         """
         local = is_loopback(host)
         if self._mode == "on" or (self._mode == "auto" and not local):
@@ -90,7 +91,8 @@ class Security:
         """Return the keys to connect to `address` with; None means plaintext.
 
         Raises:
-            PeerRefusedError: this node does not allow the peer's key, or plaintext. Nothing was sent to the peer.
+            PeerRefusedError: this node does not allow the peer's key, or plaintext. Nothing was sent to the
+                peer.
         """
         where = address.authority
         if not address.server_key:

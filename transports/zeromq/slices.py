@@ -23,8 +23,8 @@ from .frames import Frame
 from .options import ZeroMQOptions
 from .wire import MAX_ROWS, Fetch, Slice, Stale
 
-#: Regions of at least this size are sent by reference, in one frame each. Smaller ones are gathered into one frame
-#: first, because a frame costs more than the copy.
+#: Regions of at least this size are sent by reference, in one frame each. Smaller ones are gathered into one
+#: frame first, because a frame costs more than the copy.
 _ZERO_COPY_BYTES: Final = 256 << 10
 
 #: If more is queued for a peer, it does not receive what it fetches, and is dropped.
@@ -32,7 +32,10 @@ _MAX_QUEUED_BYTES = 128 << 20
 
 
 def limits_of(options: ZeroMQOptions) -> SliceLimits:
-    """Return how reads are cut. No region needs a slice of its own: large ones share a slice, in a frame each."""
+    """Return how reads are cut.
+
+    No region needs a slice of its own: large ones share a slice, in a frame each.
+    """
     return SliceLimits(options.slice_bytes, MAX_ROWS)
 
 
@@ -201,7 +204,8 @@ class Server(sliced.Server[Fetch, _Answer]):
         if not answer.has_bytes:
             frames = [Frame.allocated(0)]
         elif buffer is None:
-            # By reference: libzmq reads the bytes at a time of its own, so only a later answer can confirm them.
+            # By reference: libzmq reads the bytes at a time of its own, so only a later answer can confirm
+            # them.
             rows = zip(answer.addresses.tolist(), fetch.rows[:, 1].tolist(), strict=True)
             frames = [Frame.borrowed(*row) for row in rows]
         elif isinstance(buffer, _FrameBuffer):

@@ -19,8 +19,8 @@ from .listener import Authenticator, Listener
 from .options import SCHEME, Address, ZeroMQOptions
 from .security import CurveKeys, Security
 
-#: Descriptors of a connection that we make: an eventfd for each of its three sockets of libzmq (one of them inside the
-#: monitor), and the TCP connection.
+#: Descriptors of a connection that we make: an eventfd for each of its three sockets of libzmq (one of them
+#: inside the monitor), and the TCP connection.
 _PER_CONNECTION = 4
 
 #: Descriptors that are held back. At most this many refused connections can be closing at a time.
@@ -29,7 +29,8 @@ _NUM_HELD = 8
 #: The threads of libzmq that move bytes.
 _NUM_THREADS = 1
 
-#: libzmq does not reliably signal that a peer's queue has room again. While messages are queued here, look this often.
+#: libzmq does not reliably signal that a peer's queue has room again. While messages are queued here, look
+#: this often.
 _RETRY_S = 0.002
 
 #: How long to pause if waiting fails, so that the owner's loop does not spin.
@@ -72,8 +73,8 @@ class Sockets:
     def _make_context(self) -> Context:
         """Make a context whose threads are running.
 
-        libzmq starts them with the first socket, and aborts the process if it has no descriptor for one of them. So
-        open that socket here, where the reserve lends enough.
+        libzmq starts them with the first socket, and aborts the process if it has no descriptor for one of
+        them. So open that socket here, where the reserve lends enough.
         """
         context: Context = zmq.Context(io_threads=_NUM_THREADS)
         try:
@@ -158,8 +159,8 @@ class Sockets:
                     self._poller.unwatch(watched)
         with survived("cannot close a connection", self._log):
             channel.hang_up()
-        # To hang up on an accepted connection its listener reads its monitor, and that may have reported the end
-        # of other connections as well. The next `pump` passes it on.
+        # To hang up on an accepted connection its listener reads its monitor, and that may have reported the
+        # end of other connections as well. The next `pump` passes it on.
         self._activate(channel.port)
 
     # -- the loop --------------------------------------------------------------------------------------
@@ -178,8 +179,9 @@ class Sockets:
     def wait(self, timeout_s: float) -> None:
         """Wait until something happens, at most `timeout_s`, and report it.
 
-        Call `pump` first: sockets that were used since they were last pumped report nothing that happened before. The
-        cost does not depend on the number of connections, only on the number of those with something to do.
+        Call `pump` first: sockets that were used since they were last pumped report nothing that happened
+        before. The cost does not depend on the number of connections, only on the number of those with
+        something to do.
         """
         if self._active:
             timeout_s = 0.0
@@ -221,10 +223,12 @@ class Sockets:
 
 
 def _let_malloc_keep_messages() -> None:
-    """Make glibc keep freed messages. Returning pages to the system and getting new ones costs as much as a copy.
+    """Make glibc keep freed messages.
 
-    glibc decides how much freed memory it keeps by the largest block that was freed so far. With another C library this
-    has no effect.
+    Returning pages to the system and getting new ones costs as much as a copy.
+
+    glibc decides how much freed memory it keeps by the largest block that was freed so far. With another C
+    library this has no effect.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p

@@ -29,7 +29,8 @@ class Handshake:
     """A connection that is not a peer yet, and may never be one.
 
     Attributes:
-        refusal: Why it never will be one. It stays open so that our hello, which names our version, can arrive.
+        refusal: Why it never will be one. It stays open so that our hello, which names our version, can
+            arrive.
     """
 
     channel: Channel
@@ -85,11 +86,13 @@ class ZeroMQBackend(Backend[Connection]):
     # -- connections -----------------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
-        """See `Endpoint.listen`. `zeromq://host:port`; with port 0 the system chooses, an empty address means the options.
+        """See `Endpoint.listen`.
+
+        `zeromq://host:port`; with port 0 the system chooses, an empty address means the options.
 
         Raises:
-            ConfigurationError: the address is malformed, taken or not ours to bind; CURVE is needed and there are no
-                keys; or the address is a wildcard and `advertise_host` is not set.
+            ConfigurationError: the address is malformed, taken or not ours to bind; CURVE is needed and there
+                are no keys; or the address is a wildcard and `advertise_host` is not set.
         """
         return self._sockets.listen(*self._options.ports_of(Address.parse(address) if address else None))
 
@@ -166,7 +169,8 @@ class ZeroMQBackend(Backend[Connection]):
         except VersionMismatchError as error:
             if not peer.incoming or handshake.refusal is not None:
                 raise
-            # Let the other side learn our version before we hang up, which the deadline of the handshake does.
+            # Let the other side learn our version before we hang up, which the deadline of the handshake
+            # does.
             handshake.refusal = error
             handshake.channel.send([self._hello.head(), self._hello.body()])
             return

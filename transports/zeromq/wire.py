@@ -1,8 +1,8 @@
 """The messages between two nodes, and a strict decoder for them.
 
-A message has a head and a body, which are one frame each. Only the body of a slice may have several frames. The last
-eight bytes of a head are the sum (`sums`) of the bytes before them and of the body. A slice's sum is of the head alone,
-because its body has a checksum.
+A message has a head and a body, which are one frame each. Only the body of a slice may have several frames.
+The last eight bytes of a head are the sum (`sums`) of the bytes before them and of the body. A slice's sum is
+of the head alone, because its body has a checksum.
 
 | kind | head without its sum, little-endian | body |
 |---|---|---|
@@ -12,9 +12,9 @@ because its body has a checksum.
 | slice | kind, transfer_id, index, is_settled, checksum | the bytes of the rows, all in one frame or each row in its own |
 | stale | kind, transfer_id, index | empty |
 
-The side that connected begins with a hello, and the other side answers with its own. A fetch without rows asks only
-whether the guard holds. A slice is *settled* if the guard still held after its bytes had been copied, so that no later
-answer has to confirm them.
+The side that connected begins with a hello, and the other side answers with its own. A fetch without rows
+asks only whether the guard holds. A slice is *settled* if the guard still held after its bytes had been
+copied, so that no later answer has to confirm them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .frames import Frame
 
 PROTOCOL_VERSION = 6
 
-#: Limits of one fetch. A slice has fewer than `slice_bytes` (at most 4 MiB) before its last region, which has at most
-#: as many.
+#: Limits of one fetch. A slice has fewer than `slice_bytes` (at most 4 MiB) before its last region, which has
+#: at most as many.
 MAX_ROWS = 4096
 MAX_SLICE_BYTES = 8 << 20
 
@@ -157,8 +157,8 @@ def decode(frames: Sequence[Frame]) -> Incoming:
     """Decode one message from a peer.
 
     Raises:
-        ProtocolError, ChecksumError: it is malformed, or was changed on its way. Nothing that the same peer sends after it
-            can be trusted.
+        ProtocolError, ChecksumError: it is malformed, or was changed on its way. Nothing that the same peer
+            sends after it can be trusted.
         VersionMismatchError: it is a hello of another version of the protocol.
     """
     if len(frames) < 2 or not len(frames[0]):

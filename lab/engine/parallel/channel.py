@@ -8,7 +8,8 @@ from typing import Any
 
 from .codec import decode, encode
 
-#: Longest message that is sent or accepted. The limit bounds the memory that a corrupt length could make us allocate.
+#: Longest message that is sent or accepted. The limit bounds the memory that a corrupt length could make us
+#: allocate.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 

@@ -1,7 +1,7 @@
 """Encode plain values and dataclasses as MessagePack.
 
-This is meant for a process and the workers that it started itself. The decoder constructs dataclasses only, and only those
-of modules that are already imported, so no input can make it import or call anything else.
+This is meant for a process and the workers that it started itself. The decoder constructs dataclasses only,
+and only those of modules that are already imported, so no input can make it import or call anything else.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class MultiProcessExecutor:
         step = self._sender.step(plan)
         replies = self._group.ask([step] * len(self._group.workers), StepDone, STEP_TIMEOUT_S)
         report = self._reports.aggregate([reply.output.kv_connector_output for reply in replies])
-        # All ranks compute the same logits, but each samples by itself, so sampled tokens may differ. Use the first rank's.
+        # All ranks compute the same logits, but each samples by itself, so sampled tokens may differ. Use the
+        # first rank's.
         return replace(replies[0].output, kv_connector_output=report)
 
     def check(self) -> TransferHealth:

@@ -19,7 +19,8 @@ from ..types import TransferHealth
 from .channel import Channel
 from .messages import Failed, Stop
 
-#: Seconds without progress after which sending to a worker, or receiving the rest of a message from it, fails.
+#: Seconds without progress after which sending to a worker, or receiving the rest of a message from it,
+#: fails.
 LINK_TIMEOUT_S = 30.0
 #: Seconds that workers have to shut their connectors down before they are killed.
 STOP_GRACE_S = 8.0
@@ -151,7 +152,8 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """Ask all ranks to shut down, and kill those that still run after `STOP_GRACE_S`. Idempotent."""
-        # Ask all ranks before waiting for any, so that they shut down at the same time and share one deadline.
+        # Ask all ranks before waiting for any, so that they shut down at the same time and share one
+        # deadline.
         for worker in self.workers:
             with contextlib.suppress(EngineDeadError):
                 self._send(worker, Stop())
@@ -214,8 +216,8 @@ class WorkerGroup:
     def _failed(self, worker: WorkerProcess, failed: Failed) -> Exception:
         if failed.is_refusal:
             return ConfigurationError(failed.text, key=failed.key)
-        # If one rank is killed, the others fail in their collective operations, and such a failure may arrive first.
-        # The killed rank is the cause, so look for it and report it instead.
+        # If one rank is killed, the others fail in their collective operations, and such a failure may arrive
+        # first. The killed rank is the cause, so look for it and report it instead.
         for other in self.workers:
             status = other.exit_status(0.0 if other is worker else EXIT_STATUS_WAIT_S)
             if status is not None and status < 0:

@@ -1,8 +1,10 @@
 """The messages between the scheduler's process and its workers: plain, frozen dataclasses.
 
 scheduler → worker: `Start`, then any number of `Step`, then `Stop`
-worker → scheduler: `Ready`, then one `StepDone` per `Step`. `Failed` may take the place of either, and is the last
-                    message. After `Ready`, an idle worker also sends a `TransferHealth` each time its health changes.
+worker → scheduler: `Ready`, then one `StepDone` per `Step`. `Failed` may take the place of either, and is the
+last
+                    message. After `Ready`, an idle worker also sends a `TransferHealth` each time its health
+                    changes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Start:
     """The order to load this worker's part of the model.
 
     Attributes:
-        config: The configuration, with this worker's rank and part of each layer, and with a fixed number of blocks.
+        config: The configuration, with this worker's rank and part of each layer, and with a fixed number of
+            blocks.
         folder: The model's folder.
         num_threads: Number of PyTorch's threads.
     """
@@ -48,7 +51,8 @@ class StepItem:
     """The part of one request that a step computes; see `ScheduledRequest`.
 
     Attributes:
-        source: Sent with the first item of a request, with all its tokens so far as the prompt. None in later items.
+        source: Sent with the first item of a request, with all its tokens so far as the prompt. None in later
+            items.
         num_known_tokens: Tokens of the request that the worker knows, including those of `source`.
         new_token_ids: The tokens after these.
     """

@@ -1,7 +1,9 @@
-"""Tensor parallelism: choose the part of each weight that a rank keeps, by the plan that transformers has for the model.
+"""Tensor parallelism: choose the part of each weight that a rank keeps, by the plan that transformers has for
+the model.
 
-The linear layers before an attention or an MLP are cut by outputs, in whole heads, so they need no communication. The
-layer after it is cut by inputs, and its results are summed over the ranks. All other weights are the same on every rank.
+The linear layers before an attention or an MLP are cut by outputs, in whole heads, so they need no
+communication. The layer after it is cut by inputs, and its results are summed over the ranks. All other
+weights are the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
     """Check that a model can be spread over `num_ranks` ranks.
 
     Raises:
-        ConfigurationError: the heads or the MLP cannot be divided evenly (the message lists the sizes that fit), or the
-            engine cannot cut this kind of model.
+        ConfigurationError: the heads or the MLP cannot be divided evenly (the message lists the sizes that
+            fit), or the engine cannot cut this kind of model.
     """
     _plan_of(config)
     if _fits(config, num_ranks):
@@ -102,7 +104,8 @@ def _num_kv_heads(config: PretrainedConfig) -> int:
 
 
 def _share(width: int, num_units: int, rank: int, num_ranks: int) -> slice:
-    """Return the rank's part of `width` elements, which are `num_units` equal units: whole units, at least one.
+    """Return the rank's part of `width` elements, which are `num_units` equal units: whole units, at least
+    one.
 
     If there are fewer units than ranks, several ranks have the same unit.
     """

@@ -17,7 +17,10 @@ class StepSender:
         self._num_sent: dict[str, int] = {}
 
     def step(self, plan: StepPlan) -> Step:
-        """Return what is new in a step. Call this for every step, in order, because workers add each to what they have."""
+        """Return what is new in a step.
+
+        Call this for every step, in order, because workers add each to what they have.
+        """
         for request_id in plan.finished_req_ids:
             self._num_sent.pop(request_id, None)
         return Step(

@@ -1,4 +1,7 @@
-"""The worker process: `python -m kvferry.lab.engine.parallel.worker LINK_FD RENDEZVOUS_FD`. Only `WorkerGroup` starts it."""
+"""The worker process: `python -m kvferry.lab.engine.parallel.worker LINK_FD RENDEZVOUS_FD`.
+
+Only `WorkerGroup` starts it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ from .steps import StepMirror
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a collective operation waits for the other ranks. If it takes longer, one of them hangs or has ended.
+#: Seconds that a collective operation waits for the other ranks. If it takes longer, one of them hangs or has
+#: ended.
 COLLECTIVE_TIMEOUT_S = 300.0
 
 #: Seconds that the end of the process waits for a collector of spans.
@@ -46,7 +50,9 @@ HEALTH_INTERVAL_S = 0.5
 
 
 class Inbox:
-    """Reads messages in a thread of its own, so that the end of the scheduler's process is noticed even during a step."""
+    """Reads messages in a thread of its own, so that the end of the scheduler's process is noticed even
+    during a step.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -66,16 +72,16 @@ class Inbox:
             while True:
                 self._messages.put(self._channel.receive())
         except (EOFError, OSError, ValueError):
-            # The scheduler's process has ended, so nothing needs this worker. Exit without unwinding: the main thread may
-            # wait in a collective operation for ranks that have exited already.
+            # The scheduler's process has ended, so nothing needs this worker. Exit without unwinding: the
+            # main thread may wait in a collective operation for ranks that have exited already.
             os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve one rank until the scheduler's process stops it; return the exit status."""
     link_fd, rendezvous_fd = map(int, arguments)
-    # A terminal sends Ctrl-C to all its processes. Ignore it: the scheduler's process stops the workers, after its
-    # answers, and a worker exits by itself if that process ends.
+    # A terminal sends Ctrl-C to all its processes. Ignore it: the scheduler's process stops the workers,
+    # after its answers, and a worker exits by itself if that process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=link_fd))

@@ -1,4 +1,5 @@
-"""A producer: `offer.py DEVICE SCHEME LAYOUT` offers blocks while a slow kernel delays the one that fills them.
+"""A producer: `offer.py DEVICE SCHEME LAYOUT` offers blocks while a slow kernel delays the one that fills
+them.
 
 It prints its address as one line of JSON, and ends when its stdin is closed.
 """

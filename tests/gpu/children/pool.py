@@ -1,8 +1,8 @@
 """A process with a pool: `pool.py PLACE SCHEME [OPTIONS]`, with the transport's options as JSON.
 
-It serves the pool, which is filled with `pattern(0, …)`, and prints one line of JSON: its address, or why the transport
-cannot work here. A message with region pairs makes it read these regions from the peer, whose pool holds
-`pattern(0, …, seed=1)`; it answers with what is wrong with the bytes. It ends when its stdin is closed.
+It serves the pool, which is filled with `pattern(0, …)`, and prints one line of JSON: its address, or why the
+transport cannot work here. A message with region pairs makes it read these regions from the peer, whose pool
+holds `pattern(0, …, seed=1)`; it answers with what is wrong with the bytes. It ends when its stdin is closed.
 """
 
 from __future__ import annotations

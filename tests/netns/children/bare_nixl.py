@@ -1,7 +1,7 @@
 """NIXL alone on one of two hosts: an owner of memory, or a reader that takes orders over a pipe.
 
-Usage: bare_nixl.py FD    the pipe's descriptor. The first message that it receives is the owner's metadata and address, or None
-for an owner.
+Usage: bare_nixl.py FD    the pipe's descriptor. The first message that it receives is the owner's metadata
+and address, or None for an owner.
 """
 
 from __future__ import annotations

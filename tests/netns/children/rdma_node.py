@@ -1,4 +1,7 @@
-"""`node.py` on a host that seems to have RDMA when the node starts. The other host cannot be reached by RDMA."""
+"""`node.py` on a host that seems to have RDMA when the node starts.
+
+The other host cannot be reached by RDMA.
+"""
 
 from __future__ import annotations
 

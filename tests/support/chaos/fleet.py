@@ -26,7 +26,8 @@ SMALL_SLICES = 'transport_options={"slice_bytes": 65536, "window_slices": 1}'
 
 
 class Fleet:
-    """Two prefill nodes, two decode nodes, and two routers, one of which asks prefill and decode one after the other.
+    """Two prefill nodes, two decode nodes, and two routers, one of which asks prefill and decode one after
+    the other.
 
     One decode node computes what it cannot load; the other one fails such requests.
 
@@ -152,7 +153,10 @@ class Fleet:
         return Service(name, self._spawn, "router", words, self._folder / name)
 
     def _address(self, folder: Path) -> list[str]:
-        """Return the option for the fixed address of a node's transport. Empty if the transport chooses one."""
+        """Return the option for the fixed address of a node's transport.
+
+        Empty if the transport chooses one.
+        """
         match self._transport:
             case "shm":
                 return [f"address=shm://{folder}/berth.sock"]

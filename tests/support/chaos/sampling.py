@@ -1,4 +1,6 @@
-"""Sample what the services of a soak hold over time, and plot it: `python -m tests.support.chaos.sampling SAMPLES PLOT.svg`."""
+"""Sample what the services of a soak hold over time, and plot it: `python -m tests.support.chaos.sampling
+SAMPLES PLOT.svg`.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Sample:
 
 
 class Sampler:
-    """Samples services in a thread for as long as the block lasts, and appends each sample to a file as a line of JSON."""
+    """Samples services in a thread for as long as the block lasts, and appends each sample to a file as a
+    line of JSON.
+    """
 
     def __init__(self, services: Sequence[Service], file: Path, period_s: float) -> None:
         self._services, self._file, self._period_s = services, file, period_s
@@ -134,13 +138,18 @@ def read(file: Path) -> list[Sample]:
 
 
 def num_loads(samples: Sequence[Sample]) -> int:
-    """Return how many loads the services have ended. Those between the last sample of a process and its end are missing."""
+    """Return how many loads the services have ended.
+
+    Those between the last sample of a process and its end are missing.
+    """
     last = {sample.process: sample.loads or 0 for sample in samples}
     return int(sum(last.values()))
 
 
 def plot(samples: Sequence[Sample]) -> str:
-    """Return an SVG image with one diagram per measure, and in each a line per service, broken where its process ends."""
+    """Return an SVG image with one diagram per measure, and in each a line per service, broken where its
+    process ends.
+    """
     names = sorted({sample.service for sample in samples})
     colours = dict(zip(names, _COLOURS, strict=False))
     end_s = max(sample.at_s for sample in samples)

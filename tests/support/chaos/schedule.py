@@ -10,7 +10,8 @@ from typing import Literal
 
 Act = Callable[["Fault"], None]
 
-#: `kill` and `terminate` (SIGKILL and SIGTERM, then a restart), `pause` (SIGSTOP), `cut` (peers cannot connect to it).
+#: `kill` and `terminate` (SIGKILL and SIGTERM, then a restart), `pause` (SIGSTOP), `cut` (peers cannot
+#: connect to it).
 Kind = Literal["kill", "terminate", "pause", "cut"]
 
 #: Shortest and longest duration, in seconds. A restarted process needs additional time to become ready.

@@ -22,7 +22,9 @@ NUM_PASSING_DESCRIPTORS = 2
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserve a port inside the block: the system gives it to no other process, but a process can listen on it by number."""
+    """Reserve a port inside the block: the system gives it to no other process, but a process can listen on
+    it by number.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -131,7 +133,8 @@ class Service:
             LaunchError: It did not end, or ended with another status than 0.
         """
         status = self.process.wait(END_TIMEOUT_S)
-        # Killed by the signal if it had not installed its handler yet, of which vLLM's own parent process says 143.
+        # Killed by the signal if it had not installed its handler yet, of which vLLM's own parent process
+        # says 143.
         if status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             raise LaunchError(f"{self.process.name} ended with {status}; its log:\n{self.process.log_tail}")
 

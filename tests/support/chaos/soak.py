@@ -55,7 +55,10 @@ def _load_of(outcome: Outcome) -> str:
 
 
 def _counted(what: str, names: Iterable[str]) -> list[str]:
-    """Return one line per name, the most frequent first. Addresses and numbers are left out, because they differ."""
+    """Return one line per name, the most frequent first.
+
+    Addresses and numbers are left out, because they differ.
+    """
     counts = Counter(re.sub(r"\S*://\S*|\d+", "…", name)[:150] for name in names if name)
     return [f"{count:6} {what}: {name}" for name, count in counts.most_common()]
 
@@ -67,7 +70,8 @@ class Engine:
     Attributes:
         single: A separate node with the fleet's model, whose answers are the expected ones.
         ask_alone: Asks it without blocks that it has cached.
-        hands_over: Whether a decode node loads a prompt from a prefill node now. Raises AssertionError for a wrong answer.
+        hands_over: Whether a decode node loads a prompt from a prefill node now. Raises AssertionError for a
+            wrong answer.
     """
 
     single: Client

@@ -17,7 +17,8 @@ DEADLINE_S = 60.0
 #: Seconds between two requests of a client, and between two attempts to connect to a router.
 PAUSE_S = 0.05
 
-#: `whole`: answered. `refused`: ended by an error object. `broken`: the connection broke. `hung up`: the client left.
+#: `whole`: answered. `refused`: ended by an error object. `broken`: the connection broke. `hung up`: the
+#: client left.
 Ending = Literal["whole", "refused", "broken", "hung up"]
 
 

@@ -12,7 +12,8 @@ from .traffic import DEADLINE_S, Outcome
 
 #: Seconds after a fault within which a terminated router breaks its last connections.
 _STOP_S = 5.0
-#: Reasons to refuse a request: there is no node, one was lost in the middle of its answer, or the router is stopping.
+#: Reasons to refuse a request: there is no node, one was lost in the middle of its answer, or the router is
+#: stopping.
 _MAY_REFUSE = (
     "no prefill node can",
     "no decode node can",
@@ -27,7 +28,9 @@ _MARKS = (" ERROR ", " CRITICAL ", "Traceback")
 
 
 def violations(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: AskAlone) -> list[str]:
-    """Return one line per request that ended in a forbidden way. Near-ties of logits are printed, and allowed.
+    """Return one line per request that ended in a forbidden way.
+
+    Near-ties of logits are printed, and allowed.
 
     Args:
         ask_alone: Asks a single node. Called if an answer differs from the expected one.

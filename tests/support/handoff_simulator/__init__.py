@@ -1,4 +1,6 @@
-"""Support for tests of the handoff protocol: a simulated world, and one consumer in each state (`load_states`)."""
+"""Support for tests of the handoff protocol: a simulated world, and one consumer in each state
+(`load_states`).
+"""
 
 from __future__ import annotations
 

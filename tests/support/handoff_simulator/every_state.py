@@ -1,11 +1,13 @@
-"""Every state that two or three nodes can reach within a bound: breadth first, so that the first counterexample is a shortest one.
+"""Every state that two or three nodes can reach within a bound: breadth first, so that the first
+counterexample is a shortest one.
 
-`Explorer` drives `Simulation`, the world of the random schedules, through its operations. Nothing here models the protocol: a
-state is the whole simulated world, with the real `NodeProtocol`s in it. After each operation the promises of the world are
-checked. Then a copy of the state is driven to its end without further faults, and must end with everything freed.
+`Explorer` drives `Simulation`, the world of the random schedules, through its operations. Nothing here models
+the protocol: a state is the whole simulated world, with the real `NodeProtocol`s in it. After each operation
+the promises of the world are checked. Then a copy of the state is driven to its end without further faults,
+and must end with everything freed.
 
-Two states count as one if they differ only in the numbers of connections and in the time that it is. `fingerprint` walks
-over everything else, so a new attribute of the protocol is part of a state by itself.
+Two states count as one if they differ only in the numbers of connections and in the time that it is.
+`fingerprint` walks over everything else, so a new attribute of the protocol is part of a state by itself.
 
     python -m tests.support.handoff_simulator.every_state --size large
 """
@@ -45,7 +47,8 @@ from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, Spread
 from .simulation import UPGRADED, Simulation, checked
 from .world import FIRST_PEER_ID
 
-#: Deadlines like the default ones, but without rounding: all times of a schedule are exact, so equal states have equal times.
+#: Deadlines like the default ones, but without rounding: all times of a schedule are exact, so equal states
+#: have equal times.
 CONFIG = HandoffConfig(
     lease_s=30.0,
     connect_timeout_s=4.0,
@@ -58,8 +61,8 @@ CONFIG = HandoffConfig(
     rendezvous_wait_s=28.0,
 )
 
-#: What `Simulation.offer` is told: a prompt of one block that is computed, one of two blocks of which none is yet, and an offer
-#: that is announced and then withdrawn.
+#: What `Simulation.offer` is told: a prompt of one block that is computed, one of two blocks of which none is
+#: yet, and an offer that is announced and then withdrawn.
 COMPUTED, EARLY, WITHDRAWN = 0, 40, 60
 #: What `Simulation.claim` is told: the epoch of another start, another request, and another prompt.
 OTHER_EPOCH, OTHER_REQUEST, OTHER_PROMPT = 2, 3, 8
@@ -344,7 +347,9 @@ def _error(kind: type[KVTransferError], args: tuple[Any, ...]) -> KVTransferErro
 
 
 class _Pickler(pickle.Pickler):
-    """Copies a state, except for what never changes, and for planners, which are made again when they are needed."""
+    """Copies a state, except for what never changes, and for planners, which are made again when they are
+    needed.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -362,8 +367,8 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-#: Attributes that make no difference to what happens: constants, caches, statistics, and the parts of the world itself that
-#: `_Walk.of_world` names one by one.
+#: Attributes that make no difference to what happens: constants, caches, statistics, and the parts of the
+#: world itself that `_Walk.of_world` names one by one.
 _IGNORED = frozenset(
     {
         "_config",
@@ -604,7 +609,8 @@ _MOST_TOLD = 40
 
 
 class Counterexample(AssertionError):
-    """A shortest way to a state in which a promise does not hold, or from which a fair completion does not end well.
+    """A shortest way to a state in which a promise does not hold, or from which a fair completion does not
+    end well.
 
     Attributes:
         promise: The promise.
@@ -725,8 +731,8 @@ class Explorer:
         self._ways.append((before, choice))
         return number
 
-    # From each state on, all that can happen without time passing happens first. Many states then are one, whose end is tried
-    # once. Both use the state up.
+    # From each state on, all that can happen without time passing happens first. Many states then are one,
+    # whose end is tried once. Both use the state up.
 
     def _complete_at_once(self, state: State) -> None:
         """Let every request arrive; then each handoff ends although no time passes."""

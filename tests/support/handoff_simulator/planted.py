@@ -1,4 +1,6 @@
-"""Bugs planted in the handoff protocol, which the random schedules, the exhaustive explorer and the whole stack's simulator find."""
+"""Bugs planted in the handoff protocol, which the random schedules, the exhaustive explorer and the whole
+stack's simulator find.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The parts of a simulated world: engines with their ranks and memory, and reads that copy region by region."""
+"""The parts of a simulated world: engines with their ranks and memory, and reads that copy region by
+region.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ NUM_GUARDS = 3
 NUM_LAYERS = 2
 NUM_HEADS = 4
 
-#: A block's contents in the whole model, shape `(NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)`: one byte per head of a token.
+#: A block's contents in the whole model, shape `(NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)`: one byte per head of a
+#: token.
 Bytes = npt.NDArray[np.uint8]
 #: An offer among all that were ever made: (engine id, epoch, lease).
 OfferName = tuple[str, int, int]
@@ -45,7 +48,9 @@ class PromiseBroken(AssertionError):
 
 @dataclass(frozen=True)
 class Spread:
-    """How an engine's model is spread over ranks: layers over pipeline stages, heads over the ranks of a stage."""
+    """How an engine's model is spread over ranks: layers over pipeline stages, heads over the ranks of a
+    stage.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -87,7 +92,8 @@ class SimulatedOffer:
         content: The digest of its prompt.
         guard_value: What its guards hold.
         num_ready: Blocks that are computed, or ordered to be.
-        is_finished: Whether its request has finished. Until then its blocks are the engine's, whatever becomes of the offer.
+        is_finished: Whether its request has finished. Until then its blocks are the engine's, whatever
+            becomes of the offer.
         closed: The ranks that know that it has finished.
         ended: The ranks at which it has ended.
     """
@@ -113,7 +119,8 @@ class SimulatedLoad:
     ended: set[int] = field(default_factory=set)
 
 
-#: An order of a scheduler to a rank. It is carried out when the rank comes to it, which is not when the others do.
+#: An order of a scheduler to a rank. It is carried out when the rank comes to it, which is not when the
+#: others do.
 Order = Callable[[], list[Action]]
 PeerEvent = bool | bytes | KVTransferError  # connected (incoming or not), a message, lost
 
@@ -192,7 +199,10 @@ class SimulatedEngine:
 
     @property
     def is_doomed(self) -> bool:
-        """Whether a rank is dead. The others live on for a while, but no end of an offer or a load is owed any more."""
+        """Whether a rank is dead.
+
+        The others live on for a while, but no end of an offer or a load is owed any more.
+        """
         return any(rank.is_dead for rank in self.ranks)
 
     @property

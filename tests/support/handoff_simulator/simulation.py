@@ -1,8 +1,10 @@
-"""A simulated world for the handoff protocol: a virtual clock, a network with delays, memory, and processes that die.
+"""A simulated world for the handoff protocol: a virtual clock, a network with delays, memory, and processes
+that die.
 
-`Simulation` runs real `NodeProtocol`s, one for each rank of each engine. Every operation is a method that takes numbers
-as its choices, so that a seeded generator (`explore`) and a property-based test can drive the same world. Reads copy
-region by region, and anything may happen between two regions. Blocks are overwritten as soon as their owner may reuse them.
+`Simulation` runs real `NodeProtocol`s, one for each rank of each engine. Every operation is a method that
+takes numbers as its choices, so that a seeded generator (`explore`) and a property-based test can drive the
+same world. Reads copy region by region, and anything may happen between two regions. Blocks are overwritten
+as soon as their owner may reuse them.
 
 A promise that is broken raises `PromiseBroken`, which shows the state of every offer and load.
 """
@@ -65,7 +67,9 @@ _LONGEST_WAIT_S = 200.0
 
 
 class Simulation(SimulatedWorld):
-    """Engines, each producer and consumer, and everything between them. The one at `sim://c` keeps its layers apart.
+    """Engines, each producer and consumer, and everything between them.
+
+    The one at `sim://c` keeps its layers apart.
 
     Args:
         producer_class, consumer_class: The protocols under test.
@@ -123,8 +127,8 @@ class Simulation(SimulatedWorld):
         """Have a producer's scheduler make an offer.
 
         Args:
-            num_blocks: Below 40: of a prompt that is computed. Below 60: of one that is still being computed. From 60 on:
-                the offer is announced and then withdrawn, because its blocks were lost.
+            num_blocks: Below 40: of a prompt that is computed. Below 60: of one that is still being computed.
+                From 60 on: the offer is announced and then withdrawn, because its blocks were lost.
         """
         engine = self._pick_engine(which)
         block_ids = engine.allocate(1 + num_blocks % 3)
@@ -144,7 +148,8 @@ class Simulation(SimulatedWorld):
             name = "" if meeting is None else meeting.request_id
             announce = partial(self._announce, rank, request_id, lease, name)
             if meeting is None:
-                # Every rank learns of a request before it computes any of it, so before a consumer can know the number.
+                # Every rank learns of a request before it computes any of it, so before a consumer can know
+                # the number.
                 self.do(rank, announce())
             else:
                 rank.orders.append(announce)
@@ -265,7 +270,10 @@ class Simulation(SimulatedWorld):
         self._free_if_over(rank.engine, request_id, offer)
 
     def preempt(self, which: int, offer: int) -> None:
-        """Take the blocks of a request away while its prompt is being computed. Each rank ends the offer before it goes on."""
+        """Take the blocks of a request away while its prompt is being computed.
+
+        Each rank ends the offer before it goes on.
+        """
         engine = self._pick_engine(which)
         if named := self._pick_open(engine, offer):
             request_id, held = named
@@ -273,7 +281,8 @@ class Simulation(SimulatedWorld):
             engine.preempted.add(request_id)
             for rank in engine.living_ranks:
                 rank.orders.append(partial(self._take_back, rank, request_id, held))
-            # What is ordered with these blocks from now on, each rank carries out after it has ended the offer.
+            # What is ordered with these blocks from now on, each rank carries out after it has ended the
+            # offer.
             engine.free_blocks.extend(held.block_ids)
 
     def _take_back(self, rank: SimulatedRank, request_id: str, held: SimulatedOffer) -> list[Action]:
@@ -312,7 +321,9 @@ class Simulation(SimulatedWorld):
                 rank.orders.append(partial(give_up, named.request_id, named.lease))
 
     def claim(self, which: int, offer: int, change: int) -> None:
-        """Have a request arrive that names an offer, a current or an old one, sometimes with tampered params."""
+        """Have a request arrive that names an offer, a current or an old one, sometimes with tampered
+        params.
+        """
         if not self.made:
             return
         named = self.made[-1 - offer % min(len(self.made), 6)]
@@ -375,7 +386,10 @@ class Simulation(SimulatedWorld):
         return rank.protocol.consumer.drop(request_id, self.now)
 
     def change_weights(self, which: int, weights: int) -> None:
-        """Change what an engine computes. Each rank does so in its own time, after the orders that it already has."""
+        """Change what an engine computes.
+
+        Each rank does so in its own time, after the orders that it already has.
+        """
         for rank in self._pick_engine(which).living_ranks:
             # One of two, so that two engines are alike again after a while.
             rank.orders.append(partial(self._begin_anew, rank, weights % 2))
@@ -423,7 +437,9 @@ class Simulation(SimulatedWorld):
         self.wait_for_the_end()
 
     def finish_orders(self) -> None:
-        """Restart what is down, and carry out everything that can be without time passing, apart from new requests."""
+        """Restart what is down, and carry out everything that can be without time passing, apart from new
+        requests.
+        """
         for index, engine in enumerate(list(self.engines.values())):
             if engine.is_doomed:
                 self.kill(index)
@@ -565,7 +581,9 @@ def _fields(weights: int) -> dict[str, str | int]:
 
 
 def _table_so_far(offer: SimulatedOffer) -> tuple[int, ...]:
-    """The block table of a prompt that is being computed: the blocks that are ready, and the one being computed."""
+    """The block table of a prompt that is being computed: the blocks that are ready, and the one being
+    computed.
+    """
     return offer.block_ids[: offer.num_ready + 1]
 
 
@@ -612,10 +630,11 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
 
 
 def explore_without_faults(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
-    """Drive a simulation through one random schedule in which nothing breaks, and check that no handoff waits for a deadline.
+    """Drive a simulation through one random schedule in which nothing breaks, and check that no handoff waits
+    for a deadline.
 
-    Every process lives and every message arrives, but each rank comes to its orders and messages in its own time. Requests
-    are preempted and aborted.
+    Every process lives and every message arrives, but each rank comes to its orders and messages in its own
+    time. Requests are preempted and aborted.
 
     Raises:
         PromiseBroken: a promise of the protocol does not hold in this schedule.

@@ -1,4 +1,6 @@
-"""The runtime and the transport of a simulated world: they carry out actions, deliver messages and copy bytes."""
+"""The runtime and the transport of a simulated world: they carry out actions, deliver messages and copy
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from kvferry.transports.errors import (
 
 from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, SimulatedRead
 
-#: Peer ids are above this and below 2**40, and no other number is: a program that compares two worlds can tell them apart.
+#: Peer ids are above this and below 2**40, and no other number is: a program that compares two worlds can
+#: tell them apart.
 FIRST_PEER_ID = 10**9
 
 
@@ -51,7 +54,8 @@ class SimulatedWorld(ABC):
         checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
 
     Attributes:
-        numbers_by_kind: Whether each kind of thing has numbers of its own, so that names do not tell what else there was.
+        numbers_by_kind: Whether each kind of thing has numbers of its own, so that names do not tell what
+            else there was.
     """
 
     numbers_by_kind = False
@@ -189,7 +193,8 @@ class SimulatedWorld(ABC):
         """Let time pass.
 
         Args:
-            late: The ranks whose thread does not run meanwhile, as bits. They do what is due at the end of a later tick.
+            late: The ranks whose thread does not run meanwhile, as bits. They do what is due at the end of a
+                later tick.
         """
         self.now += seconds
         for index, rank in enumerate(self.ranks):
@@ -205,7 +210,8 @@ class SimulatedWorld(ABC):
         """Break a connection. Each end learns of it in its own time.
 
         Args:
-            lost: At which ends the messages in flight are lost, as bits. At the others they still arrive first.
+            lost: At which ends the messages in flight are lost, as bits. At the others they still arrive
+                first.
         """
         if links := self.links():
             rank, peer_id = links[which % len(links)]

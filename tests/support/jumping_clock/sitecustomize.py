@@ -1,4 +1,6 @@
-"""Let the time of day jump by up to a day, back and forth, in each Python process that has this folder in PYTHONPATH."""
+"""Let the time of day jump by up to a day, back and forth, in each Python process that has this folder in
+PYTHONPATH.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A request on its way through the router: it does what the exchange wants done, as the router's `performance` does with sockets."""
+"""A request on its way through the router: it does what the exchange wants done, as the router's
+`performance` does with sockets.
+"""
 
 from __future__ import annotations
 

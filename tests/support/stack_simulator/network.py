@@ -1,4 +1,6 @@
-"""The virtual clock, and the network: connections with latency, and reads that share their nodes' bandwidth fairly."""
+"""The virtual clock, and the network: connections with latency, and reads that share their nodes' bandwidth
+fairly.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def require(kept: bool, promise: str, about: object = "") -> None:
 
 
 class Clock:
-    """Virtual seconds, and what is to happen when. Of two things at the same moment the earlier planned one happens first."""
+    """Virtual seconds, and what is to happen when.
+
+    Of two things at the same moment the earlier planned one happens first.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

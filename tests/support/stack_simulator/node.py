@@ -1,4 +1,6 @@
-"""A node: the reference engine's scheduler, the connector's scheduler half and the handoff driver over simulated memory."""
+"""A node: the reference engine's scheduler, the connector's scheduler half and the handoff driver over
+simulated memory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ VOCABULARY = 50_021
 MODEL = "simulated"
 _MASK = (1 << 64) - 1
 _PAGE_BYTES = 8 * BLOCK_SIZE
-#: How long a node that has nothing to compute waits for news before it looks again, and what a step without tokens takes.
+#: How long a node that has nothing to compute waits for news before it looks again, and what a step without
+#: tokens takes.
 _IDLE_S, _EMPTY_STEP_S = 1.0, 0.0005
 #: The handoff thread gets the processor this long after something has happened.
 _THREAD_S = 0.00005
@@ -81,7 +84,9 @@ class Text:
 
 
 def next_token(prints: Sequence[np.ndarray[Any, np.dtype[np.uint64]]]) -> int:
-    """Return the token that follows what attention reads: per group, the fingerprints of all tokens so far."""
+    """Return the token that follows what attention reads: per group, the fingerprints of all tokens
+    so far.
+    """
     total = sum(
         int((each * _WEIGHTS[: len(each)]).sum()) * (2 * group + 1) for group, each in enumerate(prints)
     )
@@ -140,7 +145,9 @@ class _Sorted(set[str]):
 
 @dataclass(eq=False)
 class Call:
-    """A request to a node, as its HTTP server sees it. The caller learns by the callbacks, after the network's delay.
+    """A request to a node, as its HTTP server sees it.
+
+    The caller learns by the callbacks, after the network's delay.
 
     Attributes:
         on_events: Called with events of a stream, and what became of the load.
@@ -384,7 +391,9 @@ class SimulatedNode:
             self.driver.submit(orders)
 
     def _write(self, item: ScheduledRequest) -> None:
-        """Write the fingerprints of the tokens that a step computes, at its start: a block that is used too early shows."""
+        """Write the fingerprints of the tokens that a step computes, at its start: a block that is used too
+        early shows.
+        """
         text = self.calls[item.request_id].text
         text.extend(item.request.all_token_ids)
         first, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens

@@ -1,4 +1,7 @@
-"""Schedules: what arrives, what breaks and when. They are drawn from a seed, run, checked, and shrunk if they fail."""
+"""Schedules: what arrives, what breaks and when.
+
+They are drawn from a seed, run, checked, and shrunk if they fail.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from .node import Parts, Shape, SimulatedNode, answer_to
 
 #: After the last arrival and fault everything must be over within this many virtual seconds.
 PATIENCE_S = 400.0
-#: A node that drains is empty after this long. A load may wait 60 s for blocks, and its answer comes after that.
+#: A node that drains is empty after this long. A load may wait 60 s for blocks, and its answer comes after
+#: that.
 _DRAIN_S = 90.0
 #: Blocks of a pool that no schedule fills.
 AMPLE = 160
@@ -60,7 +64,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Fault:
-    """What breaks: a node (`kill`), its connection to another one (`cut`), or nothing: it is upgraded (`drain`)."""
+    """What breaks: a node (`kill`), its connection to another one (`cut`), or nothing: it is upgraded
+    (`drain`).
+    """
 
     at: float
     kind: Kind
@@ -89,7 +95,10 @@ class Schedule:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing breaks, no client leaves and no pool is full. Then nothing may fail or wait for a lease to run out."""
+        """Whether nothing breaks, no client leaves and no pool is full.
+
+        Then nothing may fail or wait for a lease to run out.
+        """
         leaves = any(arrival.leaves_s for _, arrival in self.arrivals)
         return not (self.faults or leaves or self.shape.num_blocks < AMPLE)
 
@@ -104,7 +113,8 @@ class Run:
     """One run of a schedule.
 
     Args:
-        on_progress: Called every now and then with the number of requests that are over, and the virtual time.
+        on_progress: Called every now and then with the number of requests that are over, and the virtual
+            time.
     """
 
     def __init__(
@@ -287,7 +297,10 @@ def quiet() -> Iterator[None]:
 
 
 def draw(seed: int) -> Schedule:
-    """Draw a small schedule: a few nodes with small pools, and a dozen requests. Every second one has no faults."""
+    """Draw a small schedule: a few nodes with small pools, and a dozen requests.
+
+    Every second one has no faults.
+    """
     chance = random.Random(seed)
     roles = chance.choice(
         (
@@ -336,7 +349,9 @@ def failure_of(schedule: Schedule, parts: Parts | None = None) -> str:
 
 
 def shrink(schedule: Schedule, parts: Parts | None = None, tries: int = 200) -> tuple[Schedule, str]:
-    """Drop requests and faults while a schedule that fails still does; return it and the promise that it breaks."""
+    """Drop requests and faults while a schedule that fails still does; return it and the promise that it
+    breaks.
+    """
     why = failure_of(schedule, parts)
     is_smaller = True
     while is_smaller and tries > 0:

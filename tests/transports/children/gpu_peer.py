@@ -1,4 +1,6 @@
-"""The other process of the CUDA tests. It serves a stand-in's GPU pool, prints its address, and ends with its stdin.
+"""The other process of the CUDA tests.
+
+It serves a stand-in's GPU pool, prints its address, and ends with its stdin.
 
 Guard 3 holds 9. Byte i of the pool is `i * 7 % 251`.
 """

@@ -2,13 +2,15 @@
 
     network_peer.py SCHEME OPTIONS serve              serve a pool; print its address
     network_peer.py SCHEME OPTIONS connect ADDRESS    connect; print "connected"
-    network_peer.py SCHEME OPTIONS read ADDRESS       connect; print "connected"; read the pool again and again
+    network_peer.py SCHEME OPTIONS read ADDRESS       connect; print "connected"; read the pool again and
+    again
 
-OPTIONS are the transport's, as JSON. With `on_gpu` among them the pool is on a stand-in's GPU. Then the value says when the
-process kills itself: `"launched"` when the first copies are launched; `"copied"` after the first copy, before the transport
-learns of it; `"never"`.
+OPTIONS are the transport's, as JSON. With `on_gpu` among them the pool is on a stand-in's GPU. Then the value
+says when the process kills itself: `"launched"` when the first copies are launched; `"copied"` after the
+first copy, before the transport learns of it; `"never"`.
 
-It has a pool of `POOL_BYTES` whose byte i is `i * 7 % 251`. Guard 3 holds 9. It ends when its standard input ends.
+It has a pool of `POOL_BYTES` whose byte i is `i * 7 % 251`. Guard 3 holds 9. It ends when its standard input
+ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Bare NIXL over TCP: bytes land in memory whose read was released, and whose peer was removed. Prints how many.
+"""Bare NIXL over TCP: bytes land in memory whose read was released, and whose peer was removed.
+
+Prints how many.
 
 nixl_late_bytes.py release|remove|destroy    what the reader does before it calls the memory its own again
 """

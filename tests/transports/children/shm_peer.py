@@ -46,7 +46,8 @@ def endpoint_with_pool(kind: str, options: dict[str, object]) -> tuple[Endpoint,
 
 def become(uid: int) -> None:
     os.setuid(uid)
-    # After a change of its user, other processes cannot read a process until it allows that (PR_SET_DUMPABLE).
+    # After a change of its user, other processes cannot read a process until it allows that
+    # (PR_SET_DUMPABLE).
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 
 
