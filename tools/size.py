@@ -17,9 +17,9 @@ ROOT: Final = Path(__file__).parents[1]
 PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 42_904),
     ("router", ("router", "web"), ".py", 11_925),
-    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 23_118),
-    ("tests", ("tests",), ".py", 79_185),
-    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_127),
+    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 23_165),
+    ("tests", ("tests",), ".py", 79_203),
+    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_129),
 )
 
 
