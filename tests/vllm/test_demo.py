@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.vllm_server import ENVIRONMENT
+from kvferry.lab.servers import VLLM_ENVIRONMENT
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,7 +36,7 @@ def test_the_example_of_two_servers_and_a_router_answers(tmp_path):
     options = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager")
     done = subprocess.run(
         [sys.executable, example, str(model), *options],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **VLLM_ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=800,
