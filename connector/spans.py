@@ -1,8 +1,8 @@
 """Spans of requests: what a process did for a request, from when until when, and how it ended.
 
-A span is written once, where the work happens. When it ends, it goes to whoever keeps it for `kvferry
-explain`, as a `SpanRecord`. A host that has set up OpenTelemetry's SDK exports it as well; without the SDK's
-tracer provider nothing of OpenTelemetry is imported or called here.
+A span is written once, where the work happens. When it ends, it becomes a
+`SpanRecord`, which is kept for `kvferry explain`. A host that has set up OpenTelemetry's SDK exports it as
+well; without the SDK's tracer provider nothing of OpenTelemetry is imported or called here.
 """
 
 from __future__ import annotations

@@ -339,8 +339,7 @@ class Launcher:
 
     def start(self, name: str, program: str, *arguments: str) -> LaunchedProcess:
         """Start a command of kvferry, or a script. Returns at once."""
-        # An exception of a signal's handler would lose a process that has just been forked, and nobody would
-        # end it.
+        # If a signal's handler raised right after the fork, the process would be in no list, and would stay.
         with _signals_held_back():
             process = LaunchedProcess(name, program, arguments, self._spawn, self._logs)
             self._processes.append(process)

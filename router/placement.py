@@ -147,8 +147,8 @@ class Work:
         num_tokens: Of a prompt, those that are to be computed.
         at: When the prompt was sent there, or the answer's latest token came.
         spare_s: Of an answer, and of a prompt whose answer the same node will give: by how much later its
-            tokens may come, in sum, for the limits to be kept. Not above 0: nothing makes it late, because it
-            is already, or because another node answers or nobody sees its tokens come.
+            tokens may come, in sum, for the limits to be kept. Not above 0: nothing can make it late. It is
+            late already, another node answers, or the client does not stream.
     """
 
     num_tokens: int

@@ -274,8 +274,8 @@ class Offer:
         """Make it while its prompt is still being computed.
 
         No lease runs: a consumer that is alive cannot speed the prefill up, and the engine keeps the blocks
-        anyway. Claimants are still told that the request runs: a chunk can take longer than they wait for a
-        silent node.
+        anyway. The node still tells the peers that have claimed it that the request runs, because a chunk can
+        take longer than they wait for a silent node.
         """
         self.grant = grant
         self._go_to(OfferState.OPEN)

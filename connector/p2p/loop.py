@@ -692,7 +692,7 @@ class HandoffDriver:
                 self._end_offer(action)
             case ClaimUnmet():
                 self.outcomes.count("unmet_claims_total")
-                # Part of the name: whoever knows all of it may claim.
+                # Part of the name: any peer that knows all of it may claim.
                 self._unmet_log.warning(
                     "denied the claim of rendezvous %s…: the offer %s", action.name[:8], action.reason
                 )

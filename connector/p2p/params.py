@@ -394,7 +394,7 @@ def rendezvous_params(name: str, told: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def draw_offer_name() -> str:
-    """Draw a name of 128 random bits. Whoever knows it may claim the offer."""
+    """Draw a name of 128 random bits. Any peer that knows it may claim the offer."""
     while not _RENDEZVOUS_NAME.fullmatch(name := secrets.token_hex(16)):
         pass
     return name

@@ -58,7 +58,7 @@ SIMILAR = {
     "it is longer": prompt_with({}, 30),
     "it is shorter": prompt_with({}, 11),
     "its blocks are swapped": [*range(4, 8), *range(4), *range(8, LENGTH)],
-    # Whoever keeps a token id in too few bits takes these for the default prompt.
+    # A connector that keeps token ids in too few bits takes these for the default prompt.
     **{f"its first token differs by 2 ** {bits}": prompt_with({0: 1 << bits}) for bits in (8, 16, 31)},
 }
 

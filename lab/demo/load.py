@@ -113,9 +113,7 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def start_nodes(launcher: Launcher, arguments: Sequence[str], timeout_s: float) -> list[LaunchedProcess]:
-    """Start two nodes, each on a core of its own as far as there are so many, and wait until they are
-    ready.
-    """
+    """Start two nodes and wait until they are ready. Each gets a core of its own if there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     nodes = []
     for number in range(2):

@@ -92,9 +92,7 @@ def test_a_launcher_does_not_wait_for_a_process_that_would_finish_its_answers_fi
 
 
 def test_a_signal_while_a_process_is_being_started_leaves_no_process_behind() -> None:
-    """The handler of the signal raises, as it does after Ctrl-C, when the process exists and nobody knows it
-    yet.
-    """
+    """The handler raises, as after Ctrl-C, when the process exists and the launcher has not noted it yet."""
     started: list[Child] = []
 
     def spawn_interrupted(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
