@@ -263,7 +263,6 @@ class Router:
                 for node in (*self._prefill_pool.report(), *self._decode_pool.report())
             ],
             "sources": [source.report() for source in self._sources],
-            "prefill_policy": self._prefill_pool.policy.report(),
         }
 
     # -- health, metrics, models ---------------------------------------------------------------------

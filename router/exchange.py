@@ -285,7 +285,7 @@ class Exchange:
     Attributes:
         tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
         may_ask_both: Both nodes may be asked at once. False after that has failed.
-        placement: Which nodes were chosen and why, for the client; empty if roles have decided.
+        placement: Which nodes were chosen and why, for the client; empty before.
         offer: Of the present attempt; None: there is none.
         decode: The decode node that was asked last.
         beginning: What the client has of a stream, if another node could go on with it. Every further decode

@@ -8,8 +8,8 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from .placement import (
@@ -85,39 +85,53 @@ class Fleet:
         self.prefixes.forget(url)
         self._handovers = {pair: rate for pair, rate in self._handovers.items() if url not in pair}
 
-    def choose(self, progress: Progress, prefills: Sequence[str], decodes: Sequence[str]) -> Choice | None:
-        """Choose the nodes for a request, of those with these URLs; None if no node can do both, so that
-        roles decide.
+    def choose(
+        self,
+        progress: Progress,
+        prefills: Mapping[str, int],
+        decodes: Mapping[str, int],
+        *,
+        may_be_local: bool = True,
+        may_hand_over: bool = True,
+    ) -> Choice | None:
+        """Choose the nodes for a request; None if there is none for its prompt, or none for its answer.
+
+        Args:
+            prefills, decodes: URLs of the nodes that may compute its prompt, and of those that may answer it.
+                The values say how bad each node is to choose; see `NodeLoad`.
+            may_be_local, may_hand_over: Ways that there are. Where they leave no pair, neither they nor the
+                mode restrict the choice: nodes with one role always hand over, and a single node never does.
         """
-        progress.is_counted = not set(prefills).isdisjoint(decodes)
-        if not progress.is_counted:
+        if not prefills or not decodes:
             return None
-        first = [self.load(url) for url in prefills]
-        choice = choose(
+        for url, trouble in prefills.items():
+            self.load(url).prompt_trouble = trouble
+        for url, trouble in decodes.items():
+            self.load(url).answer_trouble = trouble
+        may_be_local &= self.mode != "always"
+        may_hand_over &= self.mode != "never"
+        rate = partial(
+            choose,
             progress.ask(),
-            first,
-            first if decodes == prefills else [self.load(url) for url in decodes],
+            [self.load(url) for url in prefills],
+            [self.load(url) for url in decodes],
             self.handover,
             # Before anything was measured, a limit that the guess misses would send every request to the
             # longest queue.
             self.limits if self._pace.is_known else Limits(),
             self.clock(),
-            may_be_local=self.mode != "always",
-            may_hand_over=self.mode != "never",
         )
-        progress.choice = choice
-        return choice
+        progress.choice = rate(may_be_local=may_be_local, may_hand_over=may_hand_over) or rate()
+        return progress.choice
 
 
 class Progress:
     """One request on its way, and what the nodes have to do for it.
 
     Attributes:
-        is_counted: Its nodes were chosen by what they have to do. Otherwise none of this is of use.
         choice: The latest one.
     """
 
-    is_counted = False
     choice: Choice | None = None
 
     def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
@@ -149,8 +163,6 @@ class Progress:
     def prompt_asked(self, url: str) -> None:
         """Note that a node is asked to compute the prompt."""
         self.prompt_ended(is_computed=False)
-        if not self.is_counted:
-            return
         load, now, choice = self._fleet.load(url), self._fleet.clock(), self.choice
         self._marks[url] = self._fleet.prefixes.mark(url)
         spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
@@ -177,8 +189,6 @@ class Progress:
         """Note the beginning of an answer, or that a node is asked for a whole one."""
         self.answer_ended()
         self._forget_coming()
-        if not self.is_counted:
-            return
         load, now = self._fleet.load(url), self._fleet.clock()
         # Once: if the answer moves, its cache comes from another node, long after this.
         computed, self._computed_at = self._computed_at, None

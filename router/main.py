@@ -41,7 +41,6 @@ from .nodes import NodePool
 from .page import EXPLAIN_PATH
 from .performance import DecodeAlone
 from .placement import Limits
-from .policies import DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
 from .sources import DnsName, LookUpError, NodesFile, NodeSource
 from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
 from .ways import Options
@@ -135,30 +134,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=EjectionRule.num_failures,
         metavar="N",
-        help="failed requests in a row that eject a node whose health checks succeed; 0 ejects none (default: %(default)d)",
+        help="failed requests in a row after which a node whose health checks succeed is avoided while others "
+        "work; 0: never (default: %(default)d)",
     )
     group.add_argument(
         "--eject-s",
         type=float,
         default=EjectionRule.first_s,
         metavar="S",
-        help="seconds of the first ejection of a node; each further one lasts twice as long, until a request succeeds "
-        "(default: %(default)g)",
-    )
-    group.add_argument(
-        "--prefill-policy",
-        choices=get_args(PolicyName),
-        default="least-loaded",
-        help="which prefill node gets a prompt: least-loaded takes the one with the fewest requests; prefix sends prompts with "
-        "the same beginning to the same node, which has it in its prefix cache (default: %(default)s)",
-    )
-    group.add_argument(
-        "--prefix-length",
-        type=int,
-        default=DEFAULT_PREFIX_LENGTH,
-        metavar="N",
-        help="characters of the prompt that --prefill-policy prefix compares; of a prompt of token ids, a quarter as many "
-        "tokens (default: %(default)d)",
+        help="seconds until a node that was avoided for that is tried again; twice as long each further time, "
+        "until a request succeeds (default: %(default)g)",
     )
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -373,7 +358,6 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
     urls: dict[str, list[str]] = {}
     try:
         ejection = EjectionRule(options.eject_after, options.eject_s)
-        affinity = PrefixAffinity(length=options.prefix_length)
         for role in ROLES:
             targets = [parse_target(text) for text in (*getattr(options, role), *options.node)]
             urls[role] = [target for target in targets if isinstance(target, str)]
@@ -393,6 +377,5 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
             logger.warning("%s: give --%s, --nodes-file, or --admin-port to add one later", what, missing[0])
         else:
             logger.info("%s until one is added at /admin/nodes", what)
-    policy = affinity if options.prefill_policy == "prefix" else LeastLoaded()
-    prefill = NodePool("prefill", urls["prefill"], policy=policy, ejection=ejection)
+    prefill = NodePool("prefill", urls["prefill"], ejection=ejection)
     return (prefill, NodePool("decode", urls["decode"], ejection=ejection)), sources

@@ -192,7 +192,7 @@ class _NodeCollector(Collector):
         )
         ejections = CounterMetricFamily(
             "kvferry_router_node_ejections_total",
-            "Ejections of the node, because several requests in a row failed",
+            "How many times the node was avoided from then on, because several requests in a row failed",
             labels=["role", "url"],
         )
         for node in self._nodes():

@@ -61,13 +61,17 @@ class Models:
         """Return the answer of a decode node to a GET."""
         tried: Tried = {}
         while True:
-            with contextlib.suppress(NodeGoneError):
-                async with self._services.decode_pool.use_one(tried, may_use) as node, node.exchange():
+            pool = self._services.decode_pool
+            if (node := next(iter(pool.usable(tried, {}, may_use)), None)) is None:
+                raise await pool.no_node(tried, {})
+            with contextlib.suppress(NodeGoneError), pool.using(node, tried):
+                async with node.exchange():
                     request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
                     headers = headers_of(request.headers, request_id, passes_keys_on=self._passes_keys_on)
                     url = URL(node.url + request.raw_path, encoded=True)
                     timeout = aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S)
                     async with self._services.session.get(url, headers=headers, timeout=timeout) as response:
                         payload = await read_whole(response)
+                node.note_answered()
                 # Never another type: a browser would run a node's page as one of the router's.
                 return web.Response(body=payload, status=response.status, content_type="application/json")

@@ -1,15 +1,14 @@
 """The nodes of a role: which there are, how each of them is, and which one gets the next request.
 
 Checks decide whether a node is ready, draining or gone. If a request's connection breaks, the node is checked
-at once. Requests that fail in a row eject a node whose checks succeed. `states` has the rules, `membership`
-those about sources, and `policies` the choice between nodes that are equally well.
+at once. Requests that fail in a row let a node be avoided whose checks succeed. `states` has the rules,
+`membership` those about sources, and `placement` the choice between the nodes of both roles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import logging
 import time
@@ -23,7 +22,6 @@ from ..web.errors import ApiError, bad_request
 from .beginnings import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, ROLES, Contributions, Role, server_name_of
-from .policies import LOAD_FACTOR, LeastLoaded, Policy
 from .states import (
     FAILED_CHECKS_UNTIL_GONE,
     USABLE,
@@ -32,7 +30,6 @@ from .states import (
     NodeState,
     NodeStatus,
     Occupancy,
-    bound,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,8 +59,8 @@ class NodeGoneError(Exception):
     Attributes:
         reason: Why, without the node's name.
         is_explained: The reason comes from a health check; otherwise from the request itself.
-        may_eject: The failure counts towards an ejection. False if the node only takes no request now, for
-            example because it drains, or if the router itself failed.
+        may_eject: The failure counts towards the node being avoided. False if the node only takes no request
+            now, for example because it drains, or if the router itself failed.
         is_lost: The connection broke, or the engine ended, while the node had the request. The request may be
             why.
     """
@@ -112,7 +109,6 @@ class UpstreamNode:
     Attributes:
         in_flight: The router's requests at the node.
         occupancy: The load that the node reported at the last check. None if it reported none.
-        num_others: Requests at the node, at the last check, that are not this router's.
         num_at_once: Prefills in flight whose decode node was asked at the same time.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that
             has not answered.
@@ -137,7 +133,6 @@ class UpstreamNode:
         self.url = url.rstrip("/")
         self.in_flight = 0
         self.occupancy: Occupancy | None = None
-        self.num_others = 0
         self.num_connection_failures = 0
         self.num_at_once = 0
         self.num_offers = 0
@@ -170,7 +165,7 @@ class UpstreamNode:
 
     @property
     def why(self) -> str:
-        """Why the node is not ready. Empty if it is."""
+        """Why the node is not ready, or is avoided. Empty if all is well."""
         return self._status.why
 
     @property
@@ -225,11 +220,9 @@ class UpstreamNode:
         return self.in_flight == 0 and self.num_offers == 0
 
     @property
-    def rank(self) -> tuple[int, bool]:
-        """The lower, the better to use. Nodes of the same rank are equally well."""
-        # A node on trial gets one request at a time.
-        is_doubtful = self._status.num_failed_checks > 0 or (self._status.is_on_trial and self.in_flight > 0)
-        return USABLE.index(self.state), is_doubtful
+    def trouble(self) -> int:
+        """How bad the node is to choose, of those that are usable; 0 if it is well."""
+        return self._status.trouble(time.monotonic(), self.in_flight)
 
     def report(self) -> dict[str, Any]:
         """Return the router's view of the node as JSON."""
@@ -279,7 +272,7 @@ class UpstreamNode:
                 error = f"its own kv_role is {self.kv_role!r}: name it as a {other} node, or start it with another role"
                 health = Health(NodeState.REFUSED, error, models=health.models)
         with self._changing():
-            self._status.checked(health, time.monotonic())
+            self._status.checked(health)
         if health.state in (NodeState.READY, NodeState.REFUSED):
             self.models = health.models
         if health.state is NodeState.READY:
@@ -295,16 +288,9 @@ class UpstreamNode:
             # writing to its client rather than waiting for the node.
             self.end_exchanges()
 
-    def note_occupancy(self, occupancy: Occupancy | None, in_flight: int) -> None:
-        """Note the load that the node reported.
-
-        Args:
-            in_flight: The most requests that this router had at the node during the check.
-        """
+    def note_occupancy(self, occupancy: Occupancy | None) -> None:
+        """Note the load that the node reported."""
         self.occupancy = occupancy
-        # Of a node that does both, this also counts what the router sent it in the other role. No policy
-        # chooses between such nodes: their placement does, which counts for itself.
-        self.num_others = max(0, occupancy.num_requests - in_flight) if occupancy is not None else 0
         if occupancy is not None:
             self.on_occupancy(self.url, occupancy)
 
@@ -312,12 +298,12 @@ class UpstreamNode:
         """Note a request that the node answered to its end."""
         self._status.request_answered()
 
-    def note_failed(self, error: NodeGoneError, *, has_substitute: bool) -> None:
-        """Note a request that the node failed. This may eject it, if another node of its role is ready."""
+    def note_failed(self, error: NodeGoneError) -> None:
+        """Note a request that the node failed. The next ones may avoid it for that."""
         if error.is_explained or not error.may_eject:
             return  # a check has found the node gone, or will find out what it is doing
-        with self._changing():
-            self._status.request_failed(error.reason, time.monotonic(), has_substitute=has_substitute)
+        if self._status.request_failed(error.reason, time.monotonic()):
+            logger.warning("%s node %s is avoided: %s", self.role, self.url, self.why)
 
     def drop(self) -> None:
         """Give the node no new request. `watch` returns once those that it has have ended."""
@@ -356,7 +342,7 @@ class UpstreamNode:
         is_loss = is_gone and before not in (NodeState.DRAINING, NodeState.UNKNOWN)
         what = "not ready yet" if is_gone and before is NodeState.UNKNOWN else self.state.value
         why = f": {self.why}" if self.why else ""
-        is_bad = is_loss or self.state in (NodeState.EJECTED, NodeState.REFUSED)
+        is_bad = is_loss or self.state is NodeState.REFUSED
         level = logging.WARNING if is_bad else logging.INFO
         logger.log(level, "%s node %s is %s%s", self.role, self.url, what, why)
 
@@ -429,14 +415,11 @@ class UpstreamNode:
             self._check_is_wanted.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                before = (
-                    self.in_flight
-                )  # a request that comes or ends during the check must not look like another router's
                 health = await self._prober.probe(session, timeout_s)
                 if health.state is NodeState.READY:
                     health = await self._prober.completed(session, timeout_s, health)
                 self.note(health)
-                self.note_occupancy(health.occupancy, max(before, self.in_flight))
+                self.note_occupancy(health.occupancy)
             except Exception:
                 # These checks are the only deadline of requests at this node, so a bug of ours must not end
                 # them.
@@ -464,12 +447,9 @@ class NodePool:
 
     Args:
         urls: What the source `option` contributes.
-        policy: Chooses between nodes that are equally well. By default, the node with the fewest requests
-            gets the next one.
-        ejection: When requests that fail eject a node.
+        ejection: When requests that fail let a node be avoided.
 
     Attributes:
-        policy: See above.
         on_forgotten: Called with the URL of a node that is no longer in the pool.
         on_ended: Called with the URL of a node whose process has ended, or that is no longer in the pool.
         on_occupancy: Called with the URL of a node and the load that it reported.
@@ -480,11 +460,9 @@ class NodePool:
         role: Role,
         urls: Iterable[str] = (),
         *,
-        policy: Policy | None = None,
         ejection: EjectionRule | None = None,
     ) -> None:
         self.role = role
-        self.policy = policy or LeastLoaded()
         self.on_forgotten: Callable[[str], None] = lambda url: None
         self.on_ended: Callable[[str], None] = lambda url: None
         self.on_occupancy: Callable[[str, Occupancy], None] = lambda url, occupancy: None
@@ -534,8 +512,6 @@ class NodePool:
                 self._start_watching(node)
         for url in sorted(change.dropped):
             self._nodes[url].drop()
-        if change.added or change.dropped:
-            self.policy.nodes_changed(self._contributions.urls())
 
     def server_name(self, url: str) -> str:
         """Return the name that a node's certificate must have, if that is not the host of its URL.
@@ -596,58 +572,22 @@ class NodePool:
     def is_closed(self) -> bool:
         return self._is_closed
 
-    @contextlib.asynccontextmanager
-    async def use_one(
+    def usable(
         self,
         tried: Tried,
-        may_use: Callable[[UpstreamNode], bool] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-        preferred: str = "",
-    ) -> AsyncIterator[UpstreamNode]:
-        """Choose a node that is not in `tried`, and add it there. The policy chooses between the best ones.
+        body: Mapping[str, Any],
+        may_use: Callable[[UpstreamNode], bool] = lambda node: True,
+    ) -> list[UpstreamNode]:
+        """Return the nodes that can take a request and were not tried for it, the best first.
 
-        Ready nodes are the best ones. If there is none, choose one that was never checked: a router that has
-        just started has no others. Overloaded nodes come next, which may answer 429 themselves, and ejected
-        nodes are the last resort.
+        None if the pool is closed.
 
-        Args:
-            preferred: URL of the node to choose if it is one of the best and has at most its share of the
-                requests.
-
-        The block is one request to the node. If it ends without an error in `tried`, the node has answered
-        the request.
-
-        Raises:
-            NoNodeError: There is no such node (the message gives the reason for each node), or the pool is
-                closed.
+        Of nodes that are equally well, the first is the one that was used least lately, so that they take
+        turns.
         """
-        node = self.pick(tried, may_use, body=body, preferred=preferred)
-        if node is None:
-            raise await self.no_node(tried, body or {})
-        with self.using(node, tried):
-            yield node
-            if tried[node] is None:
-                node.note_answered()
-
-    def pick(
-        self,
-        tried: Tried,
-        may_use: Callable[[UpstreamNode], bool] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-        preferred: str = "",
-    ) -> UpstreamNode | None:
-        """Choose a node as `use_one` does; None if there is none, or the pool is closed.
-
-        The caller is to use it at once.
-        """
-        candidates = [] if self._is_closed else self._candidates(tried, may_use or _any, body or {})
-        if not candidates:
-            return None
-        node = _chosen(candidates, self.policy, body or {}, preferred)
-        node.last_used = next(self._turns)
-        return node
+        nodes = [] if self._is_closed else [node for node in self.nodes if node.state in USABLE]
+        fitting = (node for node in nodes if node not in tried and node.serves(body.get("model")))
+        return sorted(filter(may_use, fitting), key=lambda node: (node.trouble, node.last_used))
 
     @contextlib.contextmanager
     def using(self, node: UpstreamNode, tried: Tried) -> Iterator[None]:
@@ -656,6 +596,7 @@ class NodePool:
         A failure is one that `tried` has at its end.
         """
         tried[node] = None
+        node.last_used = next(self._turns)
         node.in_flight += 1
         try:
             yield
@@ -665,32 +606,8 @@ class NodePool:
         finally:
             node.in_flight -= 1
             if failure := tried.get(node):
-                others = (other for other in self._nodes.values() if other is not node)
-                has_substitute = any(other.state is NodeState.READY for other in others)
-                node.note_failed(failure, has_substitute=has_substitute)
+                node.note_failed(failure)
             node.end_watch_if_idle()
-
-    def best(
-        self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
-    ) -> list[UpstreamNode]:
-        """Return the nodes that are equally well, and better than the others, for a request."""
-        candidates = [] if self._is_closed else self._candidates(tried, may_use, body)
-        rank = min((node.rank for node in candidates), default=None)
-        return [node for node in candidates if node.rank == rank]
-
-    def likely(self, tried: Tried, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
-        """Return the node that `use_one` would choose now; None if there is none."""
-        candidates = [] if self._is_closed else self._candidates(tried, _any, body)
-        if not candidates:
-            return None
-        # A copy of the policy, because it counts its choices and this one may come to nothing.
-        return _chosen(candidates, copy.copy(self.policy), body, preferred)
-
-    def _candidates(
-        self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
-    ) -> list[UpstreamNode]:
-        usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
-        return [node for node in usable if node not in tried and may_use(node)]
 
     async def no_node(self, tried: Tried, body: Mapping[str, Any]) -> NoNodeError:
         """Return the error that says of each node why it cannot take a request.
@@ -708,16 +625,6 @@ class NodePool:
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
 
 
-def _chosen(
-    candidates: Sequence[UpstreamNode], policy: Policy, body: Mapping[str, Any], preferred: str
-) -> UpstreamNode:
-    best = min(node.rank for node in candidates)
-    equals = [node for node in candidates if node.rank == best]
-    share = bound({node.url: node.in_flight for node in equals}, LOAD_FACTOR)
-    known = (node for node in equals if node.url == preferred and node.in_flight < share)
-    return next(known, None) or policy.choose(equals, body)
-
-
 def _had_request(error: Exception) -> bool:
     """Whether a node may have received the request whose connection ended with this error."""
     # An outage refuses connections at one node after the other. That ends no node, so it must not use up the
@@ -730,10 +637,6 @@ def _had_request(error: Exception) -> bool:
 def _count_in(fields: Mapping[str, Any], name: str) -> int:
     """Return a number that a node has described; 0 if there is none."""
     return count if type(count := fields.get(name)) is int and count > 0 else 0
-
-
-def _any(node: UpstreamNode) -> bool:
-    return True
 
 
 async def check_model(nodes: Sequence[UpstreamNode], model: object) -> None:

@@ -154,7 +154,7 @@ class Performance:
         self._note_piece = note_piece
         self._turn, self._prefill_url = turn, turn.prefill_url  # of the node that has most of the prompt
         self._progress = Progress(services.fleet, exchange.body)
-        self._chosen = ""  # URL of the node that is to compute the prompt
+        self._chosen: UpstreamNode | None = None  # to compute the prompt
         self._asked_at: dict[UpstreamNode, int] = {}  # decode nodes, with their `num_ends` then
         self._has_come = False  # the beginning of a stream, from the decode node that was asked last
         self._calls: dict[str, asyncio.Task[Callable[[], Actions]]] = {}
@@ -363,40 +363,65 @@ class Performance:
         exchange = self._exchange
         return Facts(self._services.options, exchange.may_ask_both, prefill, decode)
 
+    def _choose(
+        self,
+        prefills: Sequence[UpstreamNode],
+        decodes: Sequence[UpstreamNode],
+        *,
+        may_be_local: bool = True,
+        may_hand_over: bool = True,
+    ) -> tuple[UpstreamNode, UpstreamNode] | None:
+        """Choose the node for the prompt and the one for the answer; None if there is none for one of
+        them.
+        """
+        # Of nodes that are alike, the first is taken: a conversation stays where it is.
+        prefills = sorted(prefills, key=lambda node: node.url != self._prefill_url)
+        firsts, seconds = ({node.url: node for node in nodes} for nodes in (prefills, decodes))
+        troubles = [{node.url: node.trouble for node in nodes} for nodes in (prefills, decodes)]
+        choice = self._services.fleet.choose(
+            self._progress, *troubles, may_be_local=may_be_local, may_hand_over=may_hand_over
+        )
+        return None if choice is None else (firsts[choice.prefill.url], seconds[choice.decode.url])
+
     async def _place(self) -> Actions:
         exchange, services = self._exchange, self._services
         self._forget_ended()
-        body, tried = exchange.body, exchange.tried_decode
-        prefills = services.prefill_pool.best({}, lambda node: True, body)
-        decodes = {node.url: node for node in services.decode_pool.best(tried, self._may_decode, body)}
-        if not decodes and (last := self._last_resort()) is not None:
-            return exchange.placed_at(last)
-        choice = services.fleet.choose(self._progress, [node.url for node in prefills], [*decodes])
-        self._chosen = ""
-        if choice is not None:
-            exchange.placement = str(choice)
-            self._timeline.placed(exchange.placement)
-            current_span().set(placement=exchange.placement)
-            services.metrics.placements.labels("local" if choice.is_local else "handover").inc()
-            if choice.is_local:
-                self._note_computed(choice.decode.url)
-                return exchange.placed_at(decodes[choice.decode.url])
-            self._chosen = choice.prefill.url
-        if choice is not None:
-            decode: UpstreamNode | None = decodes[choice.decode.url]
-        else:
-            decode = services.decode_pool.likely(tried, body) if decodes else None
-        if decode is None and not services.decode_pool.is_closed:
+        self._chosen = None
+        decodes = self._decodes()
+        if not decodes:
             # Before the prefill: without a decode node its offer would only hold blocks until the lease ends.
-            return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
-        chosen = (node for node in prefills if node.url == self._chosen)
-        prefill = next(chosen, None) or services.prefill_pool.likely({}, body, self._prefill_url)
-        if (offer := named_offer(self._facts(prefill, decode))) is None or decode is None:
+            return await self._without_decode()
+        if (pair := self._choose(services.prefill_pool.usable({}, exchange.body), decodes)) is None:
+            return exchange.placed()
+        self._chosen, decode = pair
+        self._say_placed()
+        if self._chosen.url == decode.url:
+            self._note_computed(decode.url)
+            return exchange.placed_at(decode)
+        if (offer := named_offer(self._facts(*pair))) is None:
             return exchange.placed()
         services.metrics.asked_both.inc()
-        return exchange.placed(
-            offer, services.decode_pool.pick(tried, lambda node: node is decode, body=body)
-        )
+        return exchange.placed(offer, decode)
+
+    def _say_placed(self) -> None:
+        choice = self._progress.choice
+        assert choice is not None, "it was just made"
+        self._exchange.placement = str(choice)
+        self._timeline.placed(str(choice))
+        current_span().set(placement=str(choice))
+        self._services.metrics.placements.labels("local" if choice.is_local else "handover").inc()
+
+    def _decodes(self) -> list[UpstreamNode]:
+        """Return the nodes that can answer now."""
+        exchange = self._exchange
+        return self._services.decode_pool.usable(exchange.tried_decode, exchange.body, self._may_decode)
+
+    async def _without_decode(self) -> Actions:
+        exchange, pool = self._exchange, self._services.decode_pool
+        if (last := self._last_resort()) is None or exchange.state is does.State.MOVING:
+            return exchange.no_decode_node(await pool.no_node(exchange.tried_decode, exchange.body))
+        is_new = exchange.state is does.State.QUEUED
+        return exchange.placed_at(last) if is_new else exchange.decode_chosen(last)
 
     def _note_computed(self, url: str) -> None:
         """Note which node has the prompt, for another attempt and for the conversation's next turn."""
@@ -417,21 +442,14 @@ class Performance:
 
     async def _choose_decode(self) -> Actions:
         exchange, services = self._exchange, self._services
-
-        def may_use(node: UpstreamNode) -> bool:
-            is_able = not exchange.is_alone or services.computes_alone(node)
-            # Not the node that computes the prompt, where there is another one: its load is why it was not
-            # chosen.
-            return is_able and self._may_decode(node) and (node.url != self._chosen or not others)
-
-        nodes = services.decode_pool.best(exchange.tried_decode, self._may_decode, exchange.body)
-        others = [node for node in nodes if node.url != self._chosen]
-        tried, body = exchange.tried_decode, exchange.body
-        if (node := services.decode_pool.pick(tried, may_use, body=body)) is None:
-            if (last := self._last_resort()) is not None and exchange.state is not does.State.MOVING:
-                return exchange.decode_chosen(last)
-            return exchange.no_decode_node(await services.decode_pool.no_node(tried, body))
-        return exchange.decode_chosen(node)
+        decodes = self._decodes()
+        if exchange.is_alone:
+            decodes = [node for node in decodes if services.computes_alone(node)]
+        if exchange.offer is None:
+            pair = self._choose(decodes, decodes, may_hand_over=False)
+        else:
+            pair = self._choose([exchange.offer.node], decodes, may_be_local=False)
+        return await self._without_decode() if pair is None else exchange.decode_chosen(pair[1])
 
     def _may_decode(self, node: UpstreamNode) -> bool:
         beginning = self._exchange.beginning
@@ -446,18 +464,22 @@ class Performance:
             return None
         return node if self._exchange.tried_decode.get(node) is None else None
 
+    def _next_prefill(self, tried: Tried) -> UpstreamNode | None:
+        """Return the node that was chosen with the decode node, or another one if it has failed."""
+        prefills = self._services.prefill_pool.usable(tried, self._exchange.body)
+        if self._chosen in prefills:
+            return self._chosen
+        pair = self._choose(prefills, self._decodes(), may_be_local=False)
+        return next(iter(prefills), None) if pair is None else pair[0]
+
     async def _prefill(self, action: does.AskPrefill) -> Callable[[], Actions]:
         """Ask a prefill node. Returns what comes of it."""
         exchange, services = self._exchange, self._services
         tried = exchange.tried_prefill if action.node is None else {}
-        may_use = None if action.node is None else (lambda node: node is action.node)
-        if may_use is None and self._chosen and not tried:
-            may_use = lambda node: node.url == self._chosen
-        choice = services.prefill_pool.use_one(
-            tried, may_use, body=exchange.body, preferred=self._prefill_url
-        )
         try:
-            async with choice as node:
+            if (node := self._next_prefill(tried)) is None:
+                raise await services.prefill_pool.no_node(tried, exchange.body)
+            with services.prefill_pool.using(node, tried):
                 name = draw_offer_name()
                 body = prefill_body(
                     exchange.body,
@@ -485,6 +507,7 @@ class Performance:
                 params = params_of(result)
                 if params is None and action.node is not None:
                     raise NodeGoneError(node, "offered no KV cache", may_eject=False)
+                node.note_answered()
         except NoNodeError as error:
             alone = services.can_decode_alone(exchange.tried_decode, exchange.body)
             return partial(exchange.no_prefill_node, error, may_decode_alone=alone)
@@ -570,9 +593,8 @@ class Performance:
             async with services.moves:
                 if self._answer is not answer:
                     return  # it has ended, or was lost
-                others = services.decode_pool.best(exchange.tried_decode, self._may_decode, exchange.body)
                 # Not to a node that may refuse it.
-                if any(other.state is NodeState.READY for other in others):
+                if any(other.state is NodeState.READY for other in self._decodes()):
                     await services.handoffs.stop(services.session, exchange, node, move_as)
                     await asyncio.sleep(MOVE_S)  # until the next node answers, which ends this task
                     return

@@ -46,6 +46,9 @@ WEIGHT_OF_TIME = 0.2
 MAX_TIMES = 3.0
 #: Seconds after which a prompt that a node was sent hardly tells how many more it will be sent.
 RECENT_S = 10.0
+#: Two choices are alike whose totals differ by no more than this factor and these seconds: equal nodes never
+#: measure the same.
+ALIKE_TIMES, ALIKE_S, ALIKE_LATE = 1.1, 0.01, 0.05
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
 #: Seconds over which the work of all prompts is counted. Too short a time follows every burst, and each
@@ -233,6 +236,9 @@ class NodeLoad:
             with `prompt`.
         queue_s: Until it has computed the prompts that it has.
         num_other_prompts, num_other_answers: Those of other routers' requests, at the latest check.
+        prompt_trouble, answer_trouble: How bad it is to choose for a prompt, and for an answer, by its state
+            and its failures. That comes before all times: a node that does not work may look as if it had
+            nothing to do.
     """
 
     url: str
@@ -245,6 +251,8 @@ class NodeLoad:
     queue_s: float = 0.0
     num_other_prompts: int = 0
     num_other_answers: int = 0
+    prompt_trouble: int = 0
+    answer_trouble: int = 0
     # The most requests that it had of this router since the latest check. One that came or ended during a
     # check must not look like another router's.
     _most_requests: int = 0
@@ -485,12 +493,14 @@ def choose(
     may_be_local: bool = True,
     may_hand_over: bool = True,
 ) -> Choice | None:
-    """Choose the nodes for a request: those by which the fewest requests become late, then those that add the
-    least time.
+    """Choose the nodes for a request.
+
+    The pairs with the least trouble are compared. The fewest late requests come first, and then the least
+    time.
 
     Args:
         prefills, decodes: The nodes that may compute its prompt, and those that may answer it. A node may be
-            in both.
+            in both. Of nodes that are alike, the one with the most of the prompt is taken, or the first.
         handover: Seconds per token, for a pair of nodes.
 
     Returns:
@@ -505,7 +515,9 @@ def choose(
     for kept in (set(), for_prompts) if for_prompts else (set(),):
         if may_be_local:
             own = [node for node in both if node not in kept]
-            candidates = _least(own, [sum(glances[node]) for node in own])
+            candidates = _least(
+                own, [(node.prompt_trouble + node.answer_trouble, sum(glances[node])) for node in own]
+            )
             # A request that is late anywhere is best added to the longest queue: no other one becomes late
             # for it.
             if own:
@@ -514,12 +526,17 @@ def choose(
         if may_hand_over:
             # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
             able_first = [node for node in prefills if node in kept] or prefills
-            firsts = _least(able_first, [glances[node][0] for node in able_first])
+            firsts = _least(able_first, [(node.prompt_trouble, glances[node][0]) for node in able_first])
             able_second = [node for node in decodes if node not in kept]
-            seconds = _least(able_second, [glances[node][1] + node.queue_s for node in able_second])
+            seconds = _least(
+                able_second,
+                [(node.answer_trouble, glances[node][1] + node.queue_s) for node in able_second],
+            )
             pairs |= {(first, second): None for first in firsts for second in seconds if first is not second}
     if not pairs:
         return None
+    least = min(prefill.prompt_trouble + decode.answer_trouble for prefill, decode in pairs)
+    pairs = {pair: None for pair in pairs if pair[0].prompt_trouble + pair[1].answer_trouble == least}
     limits = Limits(
         limits.ttft_s or PATIENCE * min(prefill.prompt.at(ask.num_tokens) for prefill, _ in pairs),
         limits.itl_s or PATIENCE * min(decode.step.at(1) for _, decode in pairs),
@@ -531,8 +548,32 @@ def choose(
         (each for each in choices if each.total_s <= highest_s),
         key=lambda each: each.score + WEIGHT_IN_THE_WAY * (each.decode in for_prompts),
     )
+    chosen = min(
+        (each for each in choices if _are_alike(each, chosen)),
+        key=lambda each: (
+            ask.num_missing(each.prefill),
+            prefills.index(each.prefill),
+            decodes.index(each.decode),
+        ),
+    )
     others = (each.total_s for each in choices if each.is_local is not chosen.is_local)
     return replace(chosen, alternative_s=min(others, default=math.inf))
+
+
+def _are_alike(one: Choice, best: Choice) -> bool:
+    """Whether a choice is as good as the best one, as far as estimates can tell."""
+    ends = zip((one.prefill, one.decode), (best.prefill, best.decode), strict=True)
+    return (
+        one.is_local is best.is_local
+        and all(_work_at(node) == _work_at(other) for node, other in ends)
+        and one.num_late <= best.num_late + ALIKE_LATE
+        and one.total_s <= best.total_s * ALIKE_TIMES + ALIKE_S
+    )
+
+
+def _work_at(node: NodeLoad) -> tuple[int, ...]:
+    others = node.num_other_prompts, node.num_other_answers
+    return len(node.prompts), len(node.answers), len(node.coming), *others
 
 
 def _for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[NodeLoad]:
@@ -558,9 +599,9 @@ def _for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[N
     return {nodes[place] for place in sorted(range(len(nodes)), key=num_answers.__getitem__)[:num]}
 
 
-def _least(nodes: Sequence[NodeLoad], seconds: Sequence[float]) -> dict[NodeLoad, None]:
-    """Return the nodes with the least seconds, the least first; of equal ones, those that come first."""
-    places = sorted(range(len(nodes)), key=seconds.__getitem__)
+def _least(nodes: Sequence[NodeLoad], costs: Sequence[tuple[int, float]]) -> dict[NodeLoad, None]:
+    """Return the nodes that cost least, the least first; of equal ones, those that come first."""
+    places = sorted(range(len(nodes)), key=costs.__getitem__)
     return {nodes[place]: None for place in places[:NUM_COMPARED]}
 
 

@@ -22,8 +22,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from .policies import MAX_DEPTH, texts_in
-
+#: Deeper values do not count: `messages[0]["content"][0]["image_url"]["url"]` has depth 6.
+MAX_DEPTH = 8
 #: Tokens per piece of a prompt of token ids, and bytes per piece of a text.
 PIECE_TOKENS, PIECE_BYTES = 16, 64
 #: Keys that are kept.
@@ -422,7 +422,7 @@ def _pieces(body: Mapping[str, Any]) -> tuple[int, Iterator[bytes]]:
     if isinstance(prompt, list):
         return 0, _pieces_of_tokens(prompt)
     # Most chat templates write the tools before the messages.
-    told = texts_in([prompt, body.get("tools"), body.get("messages")], MAX_DEPTH)
+    told = _texts_in([prompt, body.get("tools"), body.get("messages")], MAX_DEPTH)
     return 1, _cut("".join(told).encode(errors="surrogatepass"), PIECE_BYTES)
 
 
@@ -460,3 +460,13 @@ def _keys_of_blocks(held: _Held, event: BlocksStored) -> list[tuple[int, ...]]:
     per_block = event.block_size // PIECE_TOKENS
     found = [tuple(keys[at : at + per_block]) for at in range(0, len(keys), per_block)]
     return found if len(found) == len(nothing) else nothing
+
+
+def _texts_in(value: object, depth: int) -> Iterator[str]:
+    """Yield the texts in a JSON value, in order, each with a mark after it."""
+    if isinstance(value, str):
+        yield value
+        yield "\n"
+    elif isinstance(value, dict | list) and depth > 0:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(item, depth - 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 #: A node is gone after this many checks in a row without an answer.
 FAILED_CHECKS_UNTIL_GONE = 2
-#: The longest ejection, in seconds, however many ejections went before it.
+#: The longest time for which a node is avoided, in seconds, however many went before it.
 LONGEST_EJECTION_S = 300.0
 
 
@@ -26,12 +25,11 @@ class NodeState(enum.Enum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     GONE = "gone"
-    EJECTED = "ejected"
     REFUSED = "refused"
     LEAVING = "leaving"
 
 
-USABLE = (NodeState.READY, NodeState.UNKNOWN, NodeState.OVERLOADED, NodeState.EJECTED)
+USABLE = (NodeState.READY, NodeState.UNKNOWN, NodeState.OVERLOADED)
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,11 @@ class Health:
 
 @dataclass(frozen=True)
 class EjectionRule:
-    """When requests that fail eject a node whose checks succeed.
+    """When requests that fail let a node be avoided whose checks succeed.
 
     Attributes:
-        num_failures: Failed requests in a row that eject a node. 0: none do.
-        first_s: Seconds of the first ejection. Each further one lasts twice as long, until a request
-            succeeds.
+        num_failures: Failed requests in a row after which a node is avoided. 0: it never is.
+        first_s: Seconds of the first time. Each further one lasts twice as long, until a request succeeds.
 
     Raises:
         ValueError: A value is out of range.
@@ -112,8 +109,8 @@ class EjectionRule:
             )
 
     def lasts_s(self, num_in_a_row: int) -> float:
-        """Return how long the ejection number `num_in_a_row` lasts, counted from 1."""
-        # Bound the exponent before the power: a node that is broken for days is ejected very often.
+        """Return for how long a node is avoided the time number `num_in_a_row`, counted from 1."""
+        # Bound the exponent before the power: a node that is broken for days is avoided very often.
         return min(LONGEST_EJECTION_S, self.first_s * 2.0 ** min(num_in_a_row - 1, 16))
 
 
@@ -121,7 +118,7 @@ class NodeStatus:
     """The state of one node, and the counts that decide the next one.
 
     Args:
-        ejection: When failed requests eject the node.
+        ejection: When failed requests let the node be avoided.
 
     Attributes:
         state: The node's state.
@@ -129,8 +126,8 @@ class NodeStatus:
         num_failed_checks: Checks in a row without a usable answer. A failed request counts as one, until the
             next check.
         num_failed_requests: Requests in a row that failed.
-        num_ejections: Ejections so far.
-        ejected_until: The time at which the last ejection ends, on the clock of the caller.
+        num_ejections: How many times it was avoided so far.
+        avoided_until: The time until which failed requests keep new ones away, on the clock of the caller.
     """
 
     def __init__(self, ejection: EjectionRule | None = None) -> None:
@@ -140,32 +137,37 @@ class NodeStatus:
         self.num_failed_checks = 0
         self.num_failed_requests = 0
         self.num_ejections = 0
-        self.ejected_until = 0.0
+        self.avoided_until = 0.0
         self._num_ejections_in_a_row = 0
         self._reported = ""
         self._request_error = ""
 
-    @property
-    def is_on_trial(self) -> bool:
-        """Whether the node is back from an ejection, and no request has succeeded since.
+    def trouble(self, now: float, num_requests: int) -> int:
+        """Return how bad the node is to choose, by its state and failures; 0 if it is well.
 
-        One more failure ejects it again.
+        Args:
+            num_requests: That it has now. A node that failed again and again is tried with one request at a
+                time.
         """
-        return self._num_ejections_in_a_row > 0 and self.state is NodeState.READY
+        is_over = now >= self.avoided_until
+        if self._num_ejections_in_a_row and not (is_over and num_requests == 0):
+            return 2 * len(USABLE)
+        rank = USABLE.index(self.state) if self.state in USABLE else len(USABLE)
+        return 2 * rank + (self.num_failed_checks > 0)
 
     @property
     def why(self) -> str:
-        """Why the node is not ready. Empty if it is."""
+        """Why the node is not ready, or is avoided. Empty if all is well."""
         match self.state:
-            case NodeState.EJECTED:
-                failed = self.num_failed_requests
-                return f"{failed} requests in a row failed, the last one because: {self._request_error}"
             case NodeState.LEAVING:
                 return "no source names the node any more; its requests may finish"
+            case NodeState.READY if self._num_ejections_in_a_row:
+                failed = self.num_failed_requests
+                return f"{failed} requests in a row failed, the last one because: {self._request_error}"
             case _:
                 return self.check_error
 
-    def checked(self, health: Health, now: float) -> None:
+    def checked(self, health: Health) -> None:
         """Apply the result of a check. A failure of the router itself changes only `check_error`."""
         if health.is_local:
             self.check_error = health.error
@@ -185,10 +187,9 @@ class NodeStatus:
             # Whatever answers at this address later is a new process, so failures of the old one say nothing
             # about it.
             self.num_failed_requests = self._num_ejections_in_a_row = 0
-        is_still_ejected = self.state is NodeState.EJECTED and now < self.ejected_until
-        is_up = found in (NodeState.READY, NodeState.OVERLOADED)
-        if not (is_up and is_still_ejected):
-            self.state = found
+        if found not in (NodeState.READY, NodeState.OVERLOADED):
+            self.avoided_until = 0.0  # when it is back, it is tried at once
+        self.state = found
 
     def suspect(self) -> None:
         """Note a failure that suggests that the node is gone. The next good check clears it."""
@@ -198,23 +199,22 @@ class NodeStatus:
         """Note a request that the node answered to its end."""
         self.num_failed_requests = self._num_ejections_in_a_row = 0
 
-    def request_failed(self, error: str, now: float, *, has_substitute: bool) -> None:
-        """Note a request that the node failed, and eject the node if that is one too many.
+    def request_failed(self, error: str, now: float) -> bool:
+        """Note a request that the node failed, with the reason.
 
-        Args:
-            error: Why it failed.
-            has_substitute: Another node of the role is ready. The last ready one is not ejected, because a
-                node that fails some requests is better than none.
+        Returns whether the node is avoided because of that.
         """
         self.num_failed_requests += 1
         self._request_error = error
         limit = self._ejection.num_failures
-        is_over = 0 < limit <= self.num_failed_requests or self.is_on_trial
-        if self.state is NodeState.READY and is_over and has_substitute:
-            self._num_ejections_in_a_row += 1
-            self.num_ejections += 1
-            self.ejected_until = now + self._ejection.lasts_s(self._num_ejections_in_a_row)
-            self.state = NodeState.EJECTED
+        is_over = 0 < limit <= self.num_failed_requests or self._num_ejections_in_a_row > 0
+        # Requests that were there before the node was avoided may fail together, and count once.
+        if self.state is not NodeState.READY or not is_over or now < self.avoided_until:
+            return False
+        self._num_ejections_in_a_row += 1
+        self.num_ejections += 1
+        self.avoided_until = now + self._ejection.lasts_s(self._num_ejections_in_a_row)
+        return True
 
     def drop(self) -> None:
         """Take no new request from now on, because no source names the node any more."""
@@ -223,13 +223,3 @@ class NodeStatus:
     def name_again(self) -> None:
         """Return from `LEAVING`, because a source names the node again. A check has to find out how it is."""
         self.state = NodeState.UNKNOWN
-
-
-def bound(loads: Mapping[str, int], factor: float) -> int:
-    """Return how many requests a node may have, the next one included: `factor` times its share, rounded up.
-
-    Args:
-        loads: The requests that each node has.
-        factor: At least 1. With 1, every node has its share exactly.
-    """
-    return math.ceil(factor * (sum(loads.values()) + 1) / len(loads))

@@ -191,7 +191,7 @@ class FleetSimulation:
             progress = Progress(self._fleet, {"max_tokens": arrival.num_answer_tokens, "stream": True})
             # Instead of a prompt, from which it would find the same.
             progress.num_tokens, progress.keys = arrival.num_tokens, list(arrival.keys)
-            choice = self._fleet.choose(progress, self.urls, self.urls)
+            choice = self._fleet.choose(progress, *[dict.fromkeys(self.urls, 0)] * 2)
             assert choice is not None
             prefill, decode = self.urls.index(choice.prefill.url), self.urls.index(choice.decode.url)
             progress.prompt_asked(choice.prefill.url)

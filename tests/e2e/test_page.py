@@ -277,7 +277,7 @@ def made_up_nodes(num: int, num_in_trouble: int = 0) -> list[dict[str, Any]]:
     """Return a third of prefill nodes, a third of decode nodes, and a third that does both, which the router
     lists twice.
     """
-    troubles = ("gone", "ejected", "draining", "refused")
+    troubles = ("gone", "overloaded", "draining", "refused")
     why = "the connection was refused: is the process running, and does it listen at this address?"
     nodes = []
     for number in range(num):
@@ -374,7 +374,7 @@ def test_no_click_makes_the_page_wider_than_its_window(browser: Browser, width: 
 def test_the_header_counts_the_nodes_that_are_ready_and_says_what_the_others_are(browser: Browser) -> None:
     with showing(browser, made_up_state(made_up_nodes(50, 8))) as page:
         assert page.locator("#status .says").inner_text() == (
-            "42 of 50 nodes ready: 2 gone, 2 refused, 2 ejected, 2 draining"
+            "42 of 50 nodes ready: 2 gone, 2 refused, 2 overloaded, 2 draining"
         )
         assert "doubt" in (page.locator("#status").get_attribute("class") or "")
     with showing(browser, made_up_state(made_up_nodes(3))) as page:
@@ -412,13 +412,13 @@ def test_nodes_in_trouble_come_first_and_equal_healthy_ones_are_one_line(browser
 
 def test_a_node_that_does_both_is_drawn_once_and_without_an_arrow(browser: Browser) -> None:
     nodes = [made_up_node(number, role) for number in range(3) for role in ("prefill", "decode")]
-    nodes[1] |= {"state": "ejected", "why": "five requests failed"}
+    nodes[1] |= {"state": "refused", "why": "it is a prefill node"}
     with showing(browser, made_up_state(nodes)) as page:
         assert page.locator(".node").count() == 3
         assert page.locator("#apart").is_hidden()
         (first, *_) = page.locator("#both-nodes .node").all_inner_texts()
-        assert "ejected" in first
-        assert "as decode node: five requests failed" in first
+        assert "refused" in first
+        assert "as decode node: it is a prefill node" in first
         assert "2 of 3 nodes ready" in page.locator("#status").inner_text()
 
 

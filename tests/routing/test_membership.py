@@ -18,7 +18,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvferry.router.app import Router
 from kvferry.router.membership import DnsTarget
 from kvferry.router.nodes import NodeGoneError, NodePool, UpstreamNode
-from kvferry.router.policies import Policy, PrefixAffinity
 from kvferry.router.sources import DnsName, NodesFile, NodeSource
 from kvferry.router.states import EjectionRule, Health, NodeState
 from kvferry.transports.testing.certificates import Authority
@@ -113,12 +112,11 @@ class Fleet:
 @asynccontextmanager
 async def fleet(
     *,
-    policy: Policy | None = None,
     ejection: EjectionRule | None = None,
     sources: Sequence[NodeSource] = (),
     node_access: NodeAccess | None = None,
 ) -> AsyncIterator[Fleet]:
-    pools = NodePool("prefill", policy=policy), NodePool("decode", ejection=ejection)
+    pools = NodePool("prefill"), NodePool("decode", ejection=ejection)
     router = Router(
         *pools,
         answer_timeout_s=0,
@@ -261,7 +259,7 @@ async def test_to_add_a_node_twice_changes_nothing() -> None:
         assert [node["url"] for node in (await made.call("GET"))[1]["nodes"]] == [url]
 
 
-async def test_a_node_whose_requests_fail_is_ejected_and_comes_back_when_they_succeed() -> None:
+async def test_a_node_whose_requests_fail_is_avoided_and_comes_back_when_they_succeed() -> None:
     broken, well = quick(dies=True), quick()
     rule = EjectionRule(num_failures=3, first_s=0.3)
     async with (
@@ -273,20 +271,23 @@ async def test_a_node_whose_requests_fail_is_ejected_and_comes_back_when_they_su
         for role, url in (("prefill", prefill), ("decode", first), ("decode", second)):
             await made.add(role, url)
 
-        async def is_ejected() -> bool:
+        async def is_avoided() -> bool:
             assert (await made.ask())[0] == 200
-            return bool((await made.seen())[first]["state"] == "ejected")
+            return bool((await made.seen())[first]["ejections"])
 
-        await until(is_ejected)
+        await until(is_avoided)
         node = (await made.seen())[first]
         assert (len(broken.prompts), node["ejections"], node["last_probe"]["error"]) == (3, 1, "")
         assert "3 requests in a row failed" in node["why"]
         assert (await made.ask())[0] == 200
         assert len(broken.prompts) == 3
         broken.dies = False
-        await made.until_state(first, "ready")
-        for _ in range(4):
+
+        async def is_well() -> bool:
             assert (await made.ask())[0] == 200
+            return not (await made.seen())[first]["why"]
+
+        await until(is_well)
         assert len(broken.prompts) > 3
 
 
@@ -353,17 +354,15 @@ async def serving_all(node: Reporting) -> AsyncIterator[str]:
 
 async def test_prompts_with_the_same_beginning_go_to_the_same_prefill_node() -> None:
     prefills = [quick() for _ in range(3)]
-    async with AsyncExitStack() as stack, fleet(policy=PrefixAffinity(length=10)) as made:
+    async with AsyncExitStack() as stack, fleet() as made:
         for node in prefills:
             await made.add("prefill", await stack.enter_async_context(serving(node)))
         await made.add("decode", await stack.enter_async_context(serving(quick())))
         for index in range(24):
-            assert (await made.ask(f"prefix {index % 8:3} and the rest {index}"))[0] == 200
+            assert (await made.ask(f"prefix {index % 8:3}" * 1000 + f" and the rest {index}"))[0] == 200
         for node in prefills:
             beginnings = [prompt[:10] for prompt in node.prompts]
             assert all(beginnings.count(beginning) == 3 for beginning in beginnings)
-        policy = (await made.get("/nodes"))[1]["prefill_policy"]
-        assert (policy["name"], policy["num_at_first_node"], policy["num_at_later_node"]) == ("prefix", 24, 0)
 
 
 async def test_the_certificate_of_a_node_that_dns_found_has_the_name_and_not_the_address(
@@ -388,28 +387,27 @@ async def test_the_certificate_of_a_node_that_dns_found_has_the_name_and_not_the
         await server.close()
 
 
-async def lose(pool: NodePool, *, may_eject: bool) -> UpstreamNode:
+def fail_one(pool: NodePool, *, may_eject: bool) -> UpstreamNode:
     """Send a request to a node that fails it."""
-    with pytest.raises(NodeGoneError):
-        async with pool.use_one({}) as node:
-            raise NodeGoneError(node, "failed", may_eject=may_eject)
+    node = pool.usable({}, {})[0]
+    with pytest.raises(NodeGoneError), pool.using(node, {}):
+        raise NodeGoneError(node, "failed", may_eject=may_eject)
     return node
 
 
-async def test_a_node_that_only_refuses_is_not_ejected_and_an_ejected_one_is_the_last_resort() -> None:
+def test_a_node_that_only_refuses_is_not_avoided_and_one_that_fails_is_the_last_resort() -> None:
     pool = NodePool("decode", ["http://a", "http://b"], ejection=EjectionRule(num_failures=1))
     for node in pool.nodes:
         node.note(Health(NodeState.READY))
-    assert (await lose(pool, may_eject=False)).state is NodeState.READY
-    ejected = await lose(pool, may_eject=True)
-    (other,) = set(pool.nodes) - {ejected}
-    assert (ejected.state, other.state) == (NodeState.EJECTED, NodeState.READY)
+    assert fail_one(pool, may_eject=False).trouble == 0
+    failed = fail_one(pool, may_eject=True)
+    (other,) = set(pool.nodes) - {failed}
+    assert (failed.state, other.state) == (NodeState.READY, NodeState.READY)
     for _ in range(2):
-        async with pool.use_one({}) as node:
-            assert node is other
+        with pool.using(pool.usable({}, {})[0], {}):
+            assert pool.usable({}, {}) == [other, failed]
     other.note(Health(NodeState.GONE, "no more"))
-    async with pool.use_one({}) as node:
-        assert node is ejected
+    assert pool.usable({}, {}) == [failed]
 
 
 async def test_a_router_tells_what_it_did_for_a_request_and_why_that_failed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.router.nodes import NodePool, NoNodeError
+from kvferry.router.nodes import NodePool
 from kvferry.router.states import Health, NodeState
 from kvferry.web.json_body import MAX_DEPTH
 from tests.support.fake_nodes import routed
@@ -250,13 +250,11 @@ async def test_a_node_is_tried_before_its_first_health_check() -> None:
     pool = NodePool("decode", ["http://unknown", "http://known"])
     unknown, known = pool.nodes
     known.note(Health(NodeState.READY))
-    async with pool.use_one({}) as first, pool.use_one({first: None}) as second:
-        assert (first, second) == (known, unknown)
+    assert pool.usable({}, {}) == [known, unknown]
     for node in pool.nodes:
         node.note(Health(NodeState.GONE, "no more"))
-    with pytest.raises(NoNodeError, match="no decode node"):
-        async with pool.use_one({}):
-            pass
+    assert pool.usable({}, {}) == []
+    assert "no decode node" in str(await pool.no_node({}, {}))
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}, {"n": 0}], ids=str)

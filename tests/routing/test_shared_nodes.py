@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.router.nodes import UpstreamNode
-from kvferry.router.states import Occupancy
 from tests.support.fake_nodes import routed
 
 VLLM_PAGE = """\
@@ -102,13 +100,3 @@ async def test_nodes_that_do_both_are_chosen_by_what_all_routers_sent_them() -> 
             async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 1}) as answer:
                 assert answer.status == 200
     assert [len(node.asked) for node in nodes] == [0, 6, 0]
-
-
-@pytest.mark.parametrize(("in_flight", "num_others"), [(0, 5), (3, 2), (7, 0)])
-def test_requests_of_this_router_count_once(in_flight: int, num_others: int) -> None:
-    """They are among those that the node states."""
-    node = UpstreamNode("decode", "http://192.0.2.1:1")
-    node.note_occupancy(Occupancy(4, 1, 0.5), in_flight)
-    assert node.num_others == num_others
-    node.note_occupancy(None, in_flight)
-    assert node.num_others == 0

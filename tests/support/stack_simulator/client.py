@@ -269,8 +269,11 @@ class Client:
         if not decodes:
             return self._wait(until, self._place, exchange.no_decode_node)
         by_url = {node.url: node for node in (*prefills, *decodes)}
-        urls = [node.url for node in prefills], [node.url for node in decodes]
-        choice = router.fleet.choose(self.progress, *urls)
+        troubles = [{node.url: 0 for node in nodes} for nodes in (prefills, decodes)]
+        # Nodes with one role are chosen by their loads alone, so that a seed keeps its run when estimates
+        # change.
+        has_both = not troubles[0].keys().isdisjoint(troubles[1])
+        choice = router.fleet.choose(self.progress, *troubles) if has_both else None
         self._chosen = ""
         if choice is not None and choice.is_local:
             exchange.placement = str(choice)

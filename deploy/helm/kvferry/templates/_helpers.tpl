@@ -224,7 +224,6 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
     {{- if $root.Values.http.tlsSecretName }}
     - --node-ca-certs=/etc/kvferry/http/ca.crt
     {{- end }}
-    - --prefill-policy={{ $values.prefillPolicy }}
     - --decode-alone={{ $values.decodeAlone }}
     {{- range $values.extraArgs }}
     - {{ . | quote }}
