@@ -50,6 +50,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kvferry.lab import client
+from kvferry.lab.client import Answer, BrokenAnswerError
 from kvferry.lab.demo.load import on_core
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.plan.costs import Costs, read_costs, write_costs
@@ -63,7 +65,6 @@ from .fleet_figures import (
     FIRST_TOKEN,
     ITL_RULES,
     LOADS,
-    Answer,
     Unloaded,
     comparison,
     figures_of,
@@ -74,16 +75,12 @@ from .fleet_figures import (
     row_of,
     table,
 )
-from .vllm_pair import ENVIRONMENT, write_random_model
+from .vllm_pair import ENVIRONMENT, settled, write_random_model
 
 BLOCK_SIZE = 32
 MAX_REQUESTS = 32
-START_TIMEOUT_S, ROUTER_TIMEOUT_S, SETTLE_TIMEOUT_S = 900.0, 60.0, 60.0
+START_TIMEOUT_S, ROUTER_TIMEOUT_S = 900.0, 60.0
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-
-
-class RequestFailed(Exception):
-    """A request had no answer, or another one than it asked for."""
 
 
 # -- nodes -------------------------------------------------------------------------------------------
@@ -128,51 +125,25 @@ def start_nodes(
     return nodes
 
 
-#: What is counted → the nodes' counters: their names, what their labels contain, and whether they are added
-#: or taken off.
-COUNTERS: Mapping[str, Sequence[tuple[str, str, int]]] = {
-    "computed_tokens": (
-        ("vllm:prompt_tokens_by_source_total", 'source="local_compute"', 1),
-        ("kvferry_engine_prompt_tokens_total", "", 1),
-        ("kvferry_engine_cached_tokens_total", "", -1),
-        ("kvferry_engine_loaded_tokens_total", "", -1),
-    ),
-    "moved_bytes": (("kvferry_load_bytes_sum", "", 1), ("vllm:nixl_bytes_transferred_sum", "", 1)),
-    "failed_loads": (("kvferry_load_failures_total", "", 1),),
+#: What is counted → the nodes' counters, as `totals_of` names them, and whether they are added or taken off.
+COUNTERS: Mapping[str, Mapping[str, int]] = {
+    "computed_tokens": {
+        "vllm:prompt_tokens_by_source_total local_compute": 1,
+        "kvferry_engine_prompt_tokens_total": 1,
+        "kvferry_engine_cached_tokens_total": -1,
+        "kvferry_engine_loaded_tokens_total": -1,
+    },
+    "moved_bytes": {"kvferry_load_bytes_sum": 1, "vllm:nixl_bytes_transferred_sum": 1},
+    "failed_loads": {"kvferry_load_failures_total": 1},
 }
 
 
-def counters(pages: Sequence[str]) -> dict[str, float]:
-    """Return what is counted on the nodes' pages of metrics.
-
-    Prompt tokens are computed if no cache had them.
-    """
-    found = dict.fromkeys(COUNTERS, 0.0)
-    for line in itertools.chain(*(page.splitlines() for page in pages)):
-        series, _, value = line.rpartition(" ")
-        for what, counted in COUNTERS.items():
-            for name, label, sign in counted:
-                if series.partition("{")[0] == name and label in series:
-                    found[what] += sign * float(value)
-    return found
-
-
-async def settled(session: aiohttp.ClientSession, nodes: Sequence[LaunchedProcess]) -> dict[str, float]:
-    """Return what the nodes have counted as soon as it no longer changes, because a load is counted one step
-    later.
-    """
-    deadline, before = time.monotonic() + SETTLE_TIMEOUT_S, None
-    while True:
-        pages = []
-        for node in nodes:
-            async with session.get(f"{node.url}/metrics") as answer:
-                pages.append(await answer.text())
-        if (now := counters(pages)) == before:
-            return now
-        if time.monotonic() > deadline:
-            raise RequestFailed(f"the nodes did not come to rest within {SETTLE_TIMEOUT_S:g} s")
-        before = now
-        await asyncio.sleep(0.2)
+def counters(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return what is counted among the nodes' metrics. Prompt tokens are computed if no cache had them."""
+    return {
+        what: sum(sign * totals.get(name, 0.0) for name, sign in counted.items())
+        for what, counted in COUNTERS.items()
+    }
 
 
 # -- ways --------------------------------------------------------------------------------------------
@@ -277,46 +248,27 @@ async def ask(
     due: float,
     wants_ids: bool = False,
 ) -> Answer:
-    """Stream one answer.
+    """Stream one answer, whose times count from the moment when the request was due.
 
     Args:
         due: When the request should have been sent, by `time.perf_counter`.
         wants_ids: Ask for the answer's tokens.
 
     Raises:
-        RequestFailed: The answer failed, or has another length.
+        BrokenAnswerError: The answer failed, or has another length.
     """
-    body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {"return_token_ids": True} if wants_ids else {}
-    arrived: list[float] = []
-    token_ids: list[int] = []
-    usage: Mapping[str, Any] = {}
+    fields: dict[str, Any] = {"model": "model", "ignore_eos": True}
+    if wants_ids:
+        fields["return_token_ids"] = True
+    answer = await client.ask(session, url, prompt, max_tokens, **fields)
     try:
-        async with session.post(f"{url}/v1/completions", json=body) as answer:
-            if answer.status != 200:
-                raise RequestFailed(f"status {answer.status}: {(await answer.text())[:500]}")
-            async for line in answer.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RequestFailed(f"a request failed: {event['error']}")
-                usage = event.get("usage") or usage
-                if event.get("choices"):
-                    arrived.append(time.perf_counter())
-                    token_ids += event["choices"][0].get("token_ids") or ()
-    except TimeoutError as error:
-        raise RequestFailed(f"a request of {len(prompt)} tokens was not answered in time") from error
-    except aiohttp.ClientError as error:
-        raise RequestFailed(f"a request of {len(prompt)} tokens failed: {error!r}") from error
-    has_ids = not wants_ids or len(token_ids) == max_tokens
-    if not arrived or not has_ids or usage.get("completion_tokens") != max_tokens:
-        raise RequestFailed(
-            f"an answer has {usage.get('completion_tokens')} tokens instead of {max_tokens}, or no ids"
-        )
-    gaps = tuple(later - earlier for earlier, later in itertools.pairwise(arrived))
-    return Answer(len(prompt), arrived[0] - due, gaps, max_tokens, tuple(token_ids))
+        answer.require(max_tokens)
+    except BrokenAnswerError as error:
+        raise BrokenAnswerError(f"a request of {len(prompt)} tokens failed: {error}") from error
+    if wants_ids and len(answer.token_ids) != max_tokens:
+        raise BrokenAnswerError(f"an answer has {len(answer.token_ids)} ids of {max_tokens} tokens")
+    answer.sent = due
+    return answer
 
 
 async def drive(
@@ -327,7 +279,7 @@ async def drive(
     Return the answers and the seconds until the last of them ended.
 
     Raises:
-        ExceptionGroup: Of `RequestFailed`. The other requests have been cancelled.
+        ExceptionGroup: Of `BrokenAnswerError`. The other requests have been cancelled.
     """
     answers: list[Answer] = []
     started = time.perf_counter()
@@ -484,9 +436,9 @@ class Benchmark:
         async with in_front(way, nodes, self.logs) as url:
             warm_up = [(Turn(0.0, ((f"warm-up {number}", 64),), 2),) for number in range(2 * len(nodes))]
             await drive(session, url, warm_up, salt, self.vocabulary)
-            before = await settled(session, nodes)
+            before = counters(await settled(session, nodes))
             answers, seconds = await drive(session, url, plan, salt, self.vocabulary)
-            after = await settled(session, nodes)
+            after = counters(await settled(session, nodes))
         added = {what: after[what] - before[what] for what in after}
         if added["failed_loads"]:
             self.say(f"Warning: {added['failed_loads']:g} loads failed; their prompts were computed again.")
@@ -617,7 +569,7 @@ def run(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
                 f"core whose TTFT and {options.itl} ITL are within this multiple of an idle node's."
             )
             asyncio.run(benchmark.run(ways, plans))
-        except (RequestFailed, ExceptionGroup) as error:
+        except (BrokenAnswerError, ExceptionGroup) as error:
             for node in launcher.processes:
                 error.add_note(f"the end of the log of {node.name}:\n{node.log_tail}")
             raise
@@ -635,9 +587,9 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             run(options, folder, results)
-        except (RequestFailed, LaunchError, ExceptionGroup) as error:
+        except (BrokenAnswerError, LaunchError, ExceptionGroup) as error:
             failures = getattr(error, "exceptions", (error,))
-            if not all(isinstance(each, RequestFailed | LaunchError) for each in failures):
+            if not all(isinstance(each, BrokenAnswerError | LaunchError) for each in failures):
                 raise
             print("\n".join([*getattr(error, "__notes__", ()), *map(str, failures)]), file=sys.stderr)
             status = 1

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from kvferry.lab.client import Answer
+from kvferry.lab.load import line, markdown, percentile
 from kvferry.lab.plan.costs import Costs
 from kvferry.lab.plan.loads import Conversation, Turn, arrivals_of, sizes
 from kvferry.lab.plan.simulation import FleetSimulation, fixed_roles, least_load
@@ -125,25 +127,6 @@ class Unloaded:
         return points[0][1] if num_tokens < points[0][0] else points[-1][1]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the client saw.
-
-    Attributes:
-        prompt_tokens: Length of the prompt.
-        ttft_s: Seconds from the moment when the request was due to the first token.
-        gaps: Seconds between its tokens. Tokens that arrive together have one gap.
-        token_ids: The answer's tokens; empty if the client did not ask for them.
-        num_tokens: Length of the answer.
-    """
-
-    prompt_tokens: int
-    ttft_s: float
-    gaps: tuple[float, ...]
-    num_tokens: int
-    token_ids: tuple[int, ...] = ()
-
-
 def paced(
     plan: Sequence[Conversation], unloaded: Unloaded, num_nodes: int, intensity: float
 ) -> tuple[list[Conversation], float]:
@@ -156,16 +139,6 @@ def paced(
     span = max(sum(turn.after for turn in turns) for turns in plan)
     unit_s = work_s / num_nodes / intensity / span if span else 1.0
     return [tuple(replace(turn, after=turn.after * unit_s) for turn in turns) for turns in plan], unit_s
-
-
-def percentile(figures: Sequence[float], share: float) -> float:
-    """Return the figure below which that share of the figures is, between two of them on the straight line; 0
-    for none.
-    """
-    ordered = sorted(figures) or [0.0]
-    place = share * (len(ordered) - 1)
-    low = ordered[int(place)]
-    return low + (ordered[min(int(place) + 1, len(ordered) - 1)] - low) * (place - int(place))
 
 
 def is_good(answer: Answer, unloaded: Unloaded, factor: float, itl_rule: str) -> bool:
@@ -260,7 +233,7 @@ def comparison(
         for name in PREDICTED:
             before, after = (statistics.median(own[name] for own in each) for each in (rounds, measured[way]))
             cells += [f"{before:,.0f}", f"{after:,.0f}", f"{before / after - 1:+.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(line(*cells))
     return "\n".join([*lines, "", "Times are in ms."])
 
 
@@ -307,9 +280,8 @@ def table(rows: Sequence[Mapping[str, Any]], factors: Sequence[float], factor: f
     goodputs |= {"all requests": ("requests_per_s_and_core", 3, 1)}
     tables = []
     for titles in (columns, goodputs):
-        lines = [("", *(title.strip() for title in titles)), ("---",) * (len(titles) + 1)]
-        lines += [(row["way"], *(cell(row, *column) for column in titles.values())) for row in rows]
-        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        lines = [(row["way"], *(cell(row, *column) for column in titles.values())) for row in rows]
+        tables.append(markdown(("", *(title.strip() for title in titles)), lines))
     return "\n\n".join(tables)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from kvferry.lab.load import percentile
 from kvferry.lab.machine import about
 from kvferry.lab.servers import LaunchedProcess, Launcher, find_vllm_router, start_router_program
 
@@ -262,9 +263,9 @@ async def measure(way: str, url: str, router: LaunchedProcess | None, load: int,
         times = await ask_again_and_again(url, seconds)
         num = len(times)
     wall_s, cpu_s = time.monotonic() - began, _cpu_s(router) - before
-    cuts = statistics.quantiles(times, n=100)
+    p50_ms, p99_ms = (1e3 * percentile(times, share) for share in (0.5, 0.99))
     name = f"{load} streams" if load else "requests"
-    return Result(way, name, num / wall_s, 1e6 * cpu_s / num, cpu_s / wall_s, 1e3 * cuts[49], 1e3 * cuts[98])
+    return Result(way, name, num / wall_s, 1e6 * cpu_s / num, cpu_s / wall_s, p50_ms, p99_ms)
 
 
 def start_all(launcher: Launcher, one: str, other: str) -> dict[str, LaunchedProcess]:

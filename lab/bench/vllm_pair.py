@@ -56,6 +56,9 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from kvferry.lab import client
+from kvferry.lab.client import BrokenAnswerError, totals_of
+from kvferry.lab.load import markdown, percentile
 from kvferry.lab.servers import (
     KVFERRY,
     VLLM_SERVE,
@@ -71,7 +74,9 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
 VOCABULARY = 512
 #: Seconds between resuming a system and measuring it, for the work that its processes do first.
 SETTLE_S = 0.3
-START_TIMEOUT_S = 900.0
+START_TIMEOUT_S, SETTLE_TIMEOUT_S = 900.0, 60.0
+#: The beginnings of what nodes count of requests and loads.
+LOAD_METRICS = ("kvferry_load_", "kvferry_engine_prompt_tokens", "vllm:nixl_", "vllm:prompt_tokens_by_source")
 #: The first pair's nodes without the router: the decode node, and the prefill node.
 ONE_NODE, PREFILL_ALONE = "one node", "the prefill node alone"
 #: Beside that of `start_vllm`.
@@ -455,62 +460,47 @@ async def ask(
     A server that is busy may send several tokens at once, so they are at the time of the same event.
 
     Raises:
-        RuntimeError: The request failed, or the answer has another number of tokens.
+        BrokenAnswerError: The request failed, or the answer has another number of tokens.
     """
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    arrived: list[float] = []
-    usage: Mapping[str, Any] = {}
-    started = time.perf_counter()
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"status {answer.status}: {(await answer.text())[:500]}")
-        async for line in answer.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(str(event["error"]))
-            usage = event.get("usage") or usage
-            if event.get("choices"):
-                arrived.append(time.perf_counter() - started)
-    if not arrived or usage.get("completion_tokens") != max_tokens:
-        raise RuntimeError(f"{usage.get('completion_tokens')} tokens instead of {max_tokens}")
+    answer = await client.ask(session, url, prompt, max_tokens, model="model", ignore_eos=True)
+    answer.require(max_tokens)
+    arrived = [each - answer.sent for each in answer.times]
     return [arrived[0], arrived[min(1, len(arrived) - 1)], arrived[-1]]
 
 
-async def totals(session: aiohttp.ClientSession, system: System) -> dict[str, float]:
-    """Return the sums of the metrics of a system's nodes, by name."""
-    found: dict[str, float] = {}
-    for node in system.nodes:
-        async with session.get(f"{node.url}/metrics") as answer:
-            text = await answer.text()
-        for line in text.splitlines():
-            if line.startswith(("kvferry_load_", "vllm:nixl_")):
-                name = line.partition("{")[0].partition(" ")[0]
-                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return found
+async def settled(session: aiohttp.ClientSession, nodes: Sequence[LaunchedProcess]) -> dict[str, float]:
+    """Return the totals of the nodes' metrics as soon as those of loads no longer change.
+
+    A worker reports a load one step later.
+    """
+    deadline, before = time.monotonic() + SETTLE_TIMEOUT_S, None
+    while True:
+        page = ""
+        for node in nodes:
+            async with session.get(f"{node.url}/metrics") as answer:
+                page += await answer.text()
+        totals = totals_of(page)
+        now = {name: total for name, total in totals.items() if name.startswith(LOAD_METRICS)}
+        if now == before:
+            return totals
+        if time.monotonic() > deadline:
+            raise BrokenAnswerError(f"the nodes did not come to rest within {SETTLE_TIMEOUT_S:g} s")
+        before = now
+        await asyncio.sleep(0.1)
 
 
 async def measure_prompts(system: System, prompts: Sequence[Sequence[int]], max_tokens: int) -> Sample:
     """Ask a system for the answers to some prompts at once."""
     async with aiohttp.ClientSession() as session:
-        before = await totals(session, system)
+        before = await settled(session, system.nodes)
         try:
             times = await asyncio.gather(
                 *(ask(session, system.url, prompt, max_tokens) for prompt in prompts)
             )
-        except (RuntimeError, aiohttp.ClientError) as error:
+        except OSError as error:
             logs = [node.log_tail for node in system.nodes]
             sys.exit(f"{system.name}: a request failed: {error}\n" + "\n".join(logs))
-        after = await _settled(session, system)
+        after = await settled(session, system.nodes)
 
     def grown(*names: str) -> float:
         return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
@@ -525,15 +515,6 @@ async def measure_prompts(system: System, prompts: Sequence[Sequence[int]], max_
         load_s=grown("kvferry_load_seconds_sum"),
         exposed_s=grown("kvferry_load_exposed_seconds_sum"),
     )
-
-
-async def _settled(session: aiohttp.ClientSession, system: System) -> dict[str, float]:
-    """Return the totals as soon as they no longer change: a worker reports a load one step later."""
-    while True:
-        first = await totals(session, system)
-        await asyncio.sleep(0.05)
-        if (second := await totals(session, system)) == first:
-            return second
 
 
 # -- prompts -----------------------------------------------------------------------------------------
@@ -600,10 +581,7 @@ def _rows(
 
 def spread(figures: Sequence[float]) -> list[float]:
     """Return the median and both quartiles."""
-    if len(figures) < 2:
-        return [figures[0]] * 3
-    first, median, third = statistics.quantiles(figures, n=4, method="inclusive")
-    return [median, first, third]
+    return [percentile(figures, share) for share in (0.5, 0.25, 0.75)]
 
 
 def _ratio(
@@ -618,16 +596,10 @@ def _ratio(
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table."""
     titles = (
-        "prompt tokens × at a time",
-        "",
-        "TTFT ms",
-        "ratio",
-        "second token ms",
-        "ratio",
-        "ITL ms",
-        "ratio",
+        *("prompt tokens × at a time", "", "TTFT ms", "ratio", "second token ms", "ratio", "ITL ms", "ratio"),
+        *("MB", "load ms", "exposed ms"),
     )
-    lines = [_line(*titles, "MB", "load ms", "exposed ms"), _line(*("---",) * 11)]
+    lines: list[Sequence[str]] = []
     shape = None
     for row in rows:
         own = f"{row['num_tokens']:,} × {row['concurrency']}"
@@ -635,7 +607,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             "" if not row["bytes_ratio"] else f" ({row['bytes_ratio']:.2f} ×)"
         )
         lines.append(
-            _line(
+            (
                 *("" if own == shape else own, row["system"]),
                 *(_spread(row["ttft_ms"], 1), _spread(row["ttft_ratio"], 2)),
                 *(_spread(row["second_ms"], 1), _spread(row["second_ratio"], 2)),
@@ -646,11 +618,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             )
         )
         shape = own
-    return "\n".join(lines)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return markdown(titles, lines)
 
 
 def _spread(figures: Sequence[float] | None, digits: int) -> str:
@@ -729,14 +697,12 @@ def _load_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table. A figure is followed by its quartiles and its ratio to the single node."""
     figures = [f"{figure} {name} ms" for figure in ("TTFT", "ITL") for name in ("p50", "p95", "p99")]
     titles = ("at a time", "", *figures, "requests/s", "failed")
-    lines = [_line(*titles), _line(*("---",) * len(titles))]
+    lines: list[Sequence[str]] = []
     for row in rows:
         cells = [f"{_spread(row[key], 1)} {row[f'{key}_ratio']:.2f} ×" for key in PERCENTILES]
         failed = f"{row['failed']} of {row['completed'] + row['failed']}"
-        lines.append(
-            _line(str(row["concurrency"]), row["system"], *cells, f"{row['requests_per_s']:.2f}", failed)
-        )
-    return "\n".join(lines)
+        lines.append((str(row["concurrency"]), row["system"], *cells, f"{row['requests_per_s']:.2f}", failed))
+    return markdown(titles, lines)
 
 
 # -- breakdown ---------------------------------------------------------------------------------------
@@ -853,17 +819,17 @@ def _breakdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table. *Since* is the time from the line above, which is what this one waited for at
     most.
     """
-    lines = [_line("", "at ms", "since the line above", "who", "what"), _line(*("---",) * 5)]
+    lines: list[Sequence[str]] = []
     system, before = "", 0.0
     for row in rows:
         is_new = row["system"] != system
         at = row["at_ms"][0]
         since = "" if is_new else f"{at - before:.1f}"
         lines.append(
-            _line(row["system"] if is_new else "", _spread(row["at_ms"], 1), since, row["who"], row["what"])
+            (row["system"] if is_new else "", _spread(row["at_ms"], 1), since, row["who"], row["what"])
         )
         system, before = row["system"], at
-    return "\n".join(lines)
+    return markdown(("", "at ms", "since the line above", "who", "what"), lines)
 
 
 # -- the program -------------------------------------------------------------------------------------

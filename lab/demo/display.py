@@ -6,8 +6,8 @@ import sys
 from typing import Protocol
 
 from ...transports.checked import printable
+from ..client import Answer
 from ..engine.progress import Elapsed
-from .client import Answer
 from .report import shortened
 
 MAX_PROMPT_CHARS = 100

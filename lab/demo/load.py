@@ -8,22 +8,20 @@ answers of the node that computes it. What is compared is how long, and what tha
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import Any
 
 import aiohttp
 
+from ..client import Answer, ask, call, parsed
 from ..engine.progress import Elapsed
+from ..load import percentile
 from ..servers import LaunchedProcess, Launcher
-from .client import Answer, ask
 from .display import say
 
 #: A cell of a line without a token is this long: longer than a step of a few answers on one core takes.
@@ -54,28 +52,21 @@ TOGETHER = Way("with kvferry", ("--prefill", "--decode"))
 
 @dataclass
 class Stream:
-    """One request of the load, and when its tokens came.
+    """One request of the load, and its answer.
 
     Attributes:
         due: Seconds from the beginning of the load until it is sent.
-        arrived: When each token came, by `time.monotonic`.
     """
 
     prompt: str
     max_tokens: int
     due: float
-    arrived: list[float] = field(default_factory=list)
     answer: Answer = field(default_factory=Answer)
 
     @property
     def is_long(self) -> bool:
         """Whether it is one of the long prompts."""
         return self.max_tokens == LONG_ANSWER_TOKENS
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between one token and the next."""
-        return [later - earlier for earlier, later in pairwise(self.arrived)]
 
 
 def load_of(text: str) -> list[Stream]:
@@ -96,9 +87,8 @@ def load_of(text: str) -> list[Stream]:
 
 def most_tokens(node: LaunchedProcess) -> int:
     """The longest prompt and answer that a node takes, in tokens."""
-    with urllib.request.urlopen(f"{node.url}/v1/models", timeout=10.0) as answer:
-        number: int = json.load(answer)["data"][0]["max_model_len"]
-    return number
+    (model,) = parsed(call("GET", node.url, "/v1/models"))["data"][:1]
+    return int(model["max_model_len"])
 
 
 @contextmanager
@@ -158,7 +148,7 @@ async def run_load(url: str, streams: Sequence[Stream], line: Line, salt: str) -
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0)) as session:
         for number in range(4):
-            await ask(session, url, WARM_UP * (1 + 4 * number), 2, lambda text: None, f"{salt} {number}")
+            await ask(session, url, WARM_UP * (1 + 4 * number), 2, cache_salt=f"{salt} {number}")
         started = time.monotonic()
 
         async def send(stream: Stream, is_drawn: bool) -> None:
@@ -166,14 +156,10 @@ async def run_load(url: str, streams: Sequence[Stream], line: Line, salt: str) -
             if stream.is_long:
                 line.note("|")
 
-            def on_text(text: str) -> None:
-                stream.arrived.append(time.monotonic())
-                if is_drawn:
-                    line.note(".")
-
-            stream.answer = await ask(
-                session, url, stream.prompt, stream.max_tokens, on_text, salt, ignore_eos=True
-            )
+            fields: dict[str, Any] = {"return_token_ids": True, "cache_salt": salt, "ignore_eos": True}
+            if is_drawn:
+                fields["on_text"] = lambda text: line.note(".")
+            stream.answer = await ask(session, url, stream.prompt, stream.max_tokens, **fields)
 
         async def draw() -> None:
             while True:
@@ -213,7 +199,7 @@ class Figures:
     def of(cls, streams: Sequence[Stream], seconds: float) -> Figures:
         return cls(
             ttfts=[stream.answer.ttft_s for stream in streams],
-            gaps=[gap for stream in streams if not stream.is_long for gap in stream.gaps],
+            gaps=[gap for stream in streams if not stream.is_long for gap in stream.answer.gaps],
             num_tokens=sum(len(stream.answer.token_ids) for stream in streams),
             seconds=seconds,
             num_handed_over=sum(stream.answer.loaded_tokens > 0 for stream in streams),
@@ -223,16 +209,11 @@ class Figures:
     def row(self) -> tuple[float, ...]:
         """The columns of the table, in ms and tokens per second."""
         return (
-            *(1e3 * percentile(self.gaps, part) for part in (50, 99)),
+            *(1e3 * percentile(self.gaps, share) for share in (0.5, 0.99)),
             1e3 * max(self.gaps),
-            *(1e3 * percentile(self.ttfts, part) for part in (50, 99)),
+            *(1e3 * percentile(self.ttfts, share) for share in (0.5, 0.99)),
             self.num_tokens / self.seconds,
         )
-
-
-def percentile(values: Sequence[float], part: int) -> float:
-    """The smallest value that is not exceeded by so many percent of the values."""
-    return sorted(values)[max(0, math.ceil(len(values) * part / 100) - 1)]
 
 
 COLUMNS = ("ITL p50", "p99", "longest pause", "TTFT p50", "p99", "tokens/s")

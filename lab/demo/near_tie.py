@@ -4,13 +4,16 @@ A floating-point sum depends on its order, and the order depends on what else is
 likely tokens have almost the same logit, even a single node does not always choose the same one. Such a
 choice is a near-tie. A greedy answer that differs from the single node's is still right if every difference
 is a near-tie. Any other difference is a mismatch. So is a token that the answer gives another log
-probability: a wrong cache often changes no token. This module is pure.
+probability: a wrong cache often changes no token. All but `ask_alone` is pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from ..client import Answer, complete
 
 #: dtype → two logits that differ by less than this are a near-tie. We measured how much the gap between the
 #: two largest logits changes if a prompt is computed alone, in chunks, and beside others. In float32 it
@@ -202,6 +205,25 @@ def assert_same_answer(
     for near_tie in comparison.near_ties:
         print(near_tie)
     assert comparison.mismatch is None, f"{comparison}; answer {list(answer)}, expected {list(expected)}"
+
+
+def ask_alone(port: int, **fields: Any) -> AskAlone:
+    """Return a function that asks a single node or `vllm serve` on this host for its answer and its log
+    probabilities, which differ by as much as its logits.
+
+    Args:
+        fields: Further fields of the body of every request.
+    """
+
+    def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+        answer = Answer()
+        scores = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        whole = complete(port, prompt, max_tokens=max_tokens, **scores, **fields)
+        answer.add(whole)
+        (choice,) = whole["choices"]
+        return Expectation(choice["prompt_token_ids"], answer.token_ids, answer.likeliest, answer.logprobs)
+
+    return ask
 
 
 def _first_difference(answer: Sequence[int], expected: Sequence[int], is_whole: bool) -> int | None:

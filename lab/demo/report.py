@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .client import Answer
+from ..client import Answer
 from .near_tie import Comparison
 
 MAX_PROMPT_CHARS = 24

@@ -11,20 +11,21 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import aiohttp
 
 from ...transports.errors import ConfigurationError
 from ...web.serving import EXIT_BAD_START, StartupError
+from ..client import Answer, ask
 from ..engine.default_model import default_model_folder
 from ..engine.progress import Elapsed
 from ..engine.settings import DEFAULT_MODEL
 from ..servers import LaunchedProcess, Launcher, LaunchError, start_vllm, start_vllm_router
 from .cli import DEFAULT_PROMPTS, DemoOptions, options_of, parse_arguments
-from .client import Answer, ask, ask_alone
 from .display import Display, Streaming, Whole, say
 from .load import show_load
-from .near_tie import Comparison, compare, tolerance_of
+from .near_tie import Comparison, ask_alone, compare, tolerance_of
 from .report import (
     MAX_PROMPT_CHARS,
     Way,
@@ -299,13 +300,18 @@ async def _ask_each(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         # PyTorch's first step takes much longer than the next ones, which would spoil the comparison of TTFT.
-        await ask(session, url, WARM_UP_PROMPT, 2, lambda delta: None, cache_salt)
+        # vLLM refuses an empty salt.
+        fields: dict[str, Any] = {
+            "return_token_ids": True,
+            **({"cache_salt": cache_salt} if cache_salt else {}),
+        }
+        await ask(session, url, WARM_UP_PROMPT, 2, **fields)
 
         async def ask_one(prompt: str) -> Answer:
             async with slots:
                 display.begin(prompt)
                 sent = options.sent(prompt)
-                answer = await ask(session, url, sent, options.max_tokens, display.text, cache_salt)
+                answer = await ask(session, url, sent, options.max_tokens, on_text=display.text, **fields)
                 display.end(prompt, answer)
                 return answer
 

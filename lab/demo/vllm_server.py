@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
+from ..client import Answer, ask, samples_of
 from ..servers import LaunchedProcess
-from .client import Answer, OnText, ask
 
-#: A sample of a node's page of metrics: name, labels, value.
-_LOAD_METRIC = re.compile(
-    r"^(kvferry_load_\w+|vllm:external_prefix_cache_hits_total)\{(.*)\} (\S+)$", re.MULTILINE
-)
+#: The name and the labels of a metric.
+Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 async def ask_pair(
@@ -22,10 +19,9 @@ async def ask_pair(
     url: str,
     prompt: str,
     max_tokens: int,
-    on_text: OnText,
-    cache_salt: str = "",
     *,
     decode: LaunchedProcess,
+    **more: Any,
 ) -> Answer:
     """Ask a pair as `ask` does, and give the answer the figures of its load, which vLLM does not send with
     it.
@@ -33,20 +29,20 @@ async def ask_pair(
     They are what the request has added to the metrics of `decode`. So no other request may be in flight.
     """
     before = await _load_metrics(session, decode.url)
-    answer = await ask(session, url, prompt, max_tokens, on_text, cache_salt)
+    answer = await ask(session, url, prompt, max_tokens, **more)
     after = await _load_metrics(session, decode.url)
     answer.metrics = _figures({key: value - before.get(key, 0.0) for key, value in after.items()})
     return answer
 
 
-async def _load_metrics(session: aiohttp.ClientSession, url: str) -> dict[tuple[str, str], float]:
-    """Read a node's metrics of loads: name and labels → value."""
+async def _load_metrics(session: aiohttp.ClientSession, url: str) -> dict[Series, float]:
+    """Read a node's metrics: name and labels → value."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
-    return {(name, labels): float(value) for name, labels, value in _LOAD_METRIC.findall(text)}
+    return {(name, tuple(labels.items())): value for name, labels, value in samples_of(text)}
 
 
-def _figures(added: Mapping[tuple[str, str], float]) -> Mapping[str, Any]:
+def _figures(added: Mapping[Series, float]) -> Mapping[str, Any]:
     """Return the figures of a load in the form of a reference node's; empty if there was none."""
 
     def total(name: str) -> float:
@@ -59,7 +55,7 @@ def _figures(added: Mapping[tuple[str, str], float]) -> Mapping[str, Any]:
     ]
     if not through:
         return {}
-    labels = dict(re.findall(r'(\w+)="([^"]*)"', through[0]))
+    labels = dict(through[0])
     return {
         "num_loaded_tokens": int(total("vllm:external_prefix_cache_hits_total")),
         "transfer": {

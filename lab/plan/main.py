@@ -18,10 +18,11 @@ from ...router.placement import Limits
 from ...transports.checked import printable
 from ...transports.errors import ConfigurationError
 from ...web.access import node_access_of
+from ..load import percentile
 from .costs import Costs, read_costs, write_costs
 from .loads import Arrival, arrivals_of, read_trace_file
 from .measuring import MeasuringError, measure
-from .search import Result, percentile, search
+from .search import Result, search
 
 
 class HopelessError(Exception):
@@ -200,7 +201,7 @@ def _hopeless(
     if costs.unloaded_itl_s * 1e3 > arguments.itl_limit_ms:
         return f"{text}; its ITL is {costs.unloaded_itl_s * 1e3:.1f} ms; give a higher --itl-limit-ms"
     ttfts = sorted(costs.unloaded_ttft_s(each.num_tokens) for each in arrivals)
-    needed = percentile(ttfts, arguments.share) * 1e3
+    needed = ttfts[min(int(arguments.share * len(ttfts)), len(ttfts) - 1)] * 1e3
     return f"{text}; give a lower --share, or a --ttft-limit-ms above {needed:,.0f}"
 
 

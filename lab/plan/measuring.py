@@ -6,10 +6,9 @@ It takes a minute or two, and the nodes must have nothing else to do.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-import re
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from ...router.bodies import DO_REMOTE_DECODE
 from ...router.reading import node_session
 from ...transports.checked import Refused, json_of
 from ...web.access import NodeAccess
+from ..client import Answer, ask, pool_of
 from .costs import Costs
 
 #: Tokens below this number may be special ones; every model has the others.
@@ -158,20 +158,22 @@ async def _measure_mixed(
     if number + batch * (SHORTEST + MIXED_TOKENS) > costs.pool_tokens:
         return []
     num_steps = -(-number // (costs.chunk_tokens - batch))
-    running: list[list[float]] = [[] for _ in range(batch)]
+    running = [Answer() for _ in range(batch)]
     took: list[float] = []
     async with asyncio.TaskGroup() as group:
         answers = [
-            group.create_task(node.ask_for(node.prompt(SHORTEST), MIXED_TOKENS, None, times))
-            for times in running
+            group.create_task(node.ask_for(node.prompt(SHORTEST), MIXED_TOKENS, None, answer))
+            for answer in running
         ]
         for _ in range(REPEATS):
-            wanted = min(map(len, running)) + BETWEEN
+            wanted = min(len(each.times) for each in running) + BETWEEN
             # Ends at the latest with the answers, which have a timeout.
-            while min(map(len, running)) < wanted and not any(task.done() for task in answers):
+            while min(len(each.times) for each in running) < wanted and not any(
+                map(asyncio.Task.done, answers)
+            ):
                 await asyncio.sleep(0.002)
             computed_at = (await node.ask(number, 1)).times[0]
-            for times in filter(None, running):
+            for times in [each.times for each in running if each.times]:
                 # The prompt's last step gave a token to each answer as well, and so did its other steps. An
                 # answer that began later or has ended was not in all of them.
                 last = min(range(len(times)), key=lambda index: abs(times[index] - computed_at))
@@ -233,18 +235,6 @@ def fit(costs: Costs, measured: Sequence[Measured], names: Sequence[str]) -> Cos
         costs = replace(costs, **nothing)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """When a request was sent and its tokens came, by `time.perf_counter`."""
-
-    sent: float
-    times: Sequence[float]
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times[0] - self.sent
-
-
 class _Node:
     """A node of the OpenAI API, vLLM's or ours."""
 
@@ -266,13 +256,10 @@ class _Node:
             self._model, limit = str(told["id"]), told.get("max_model_len")
         except (Refused, ValueError, KeyError, TypeError, AttributeError) as error:
             raise MeasuringError(f"{self._url}/v1/models names no model: {error!r}") from error
-        page = await self._text("GET", "/metrics")
-        (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", page, re.MULTILINE)[:1] or [""]
-        config = dict(re.findall(r'(\w+)="(\d{1,18})"', labels))
-        self.pool_tokens = int(config.get("num_gpu_blocks", 0)) * int(config.get("block_size", 0))
+        self.pool_tokens = math.prod(pool_of(await self._text("GET", "/metrics")))
         return limit if type(limit) is int else LONGEST
 
-    async def ask(self, num_tokens: int, max_tokens: int) -> _Answer:
+    async def ask(self, num_tokens: int, max_tokens: int) -> Answer:
         return await self.ask_for(self.prompt(num_tokens), max_tokens, None)
 
     async def ask_for(
@@ -280,37 +267,25 @@ class _Node:
         prompt: Sequence[int],
         max_tokens: int,
         params: dict[str, Any] | None,
-        times: list[float] | None = None,
-    ) -> _Answer:
-        """Ask for an answer. Its times are appended to `times` as its tokens come."""
-        body = self._body(prompt, max_tokens) | {"stream": True}
+        answer: Answer | None = None,
+    ) -> Answer:
+        """Ask for an answer, which is filled as it comes."""
+        fields: dict[str, Any] = {"model": self._model, "ignore_eos": True}
         if params is not None:
-            body["kv_transfer_params"] = params
-        sent, times = time.perf_counter(), [] if times is None else times
+            fields["kv_transfer_params"] = params
         try:
-            async with self._session.post(
-                f"{self._url}/v1/completions", json=body, timeout=self._timeout
-            ) as answer:
-                if answer.status != 200:
-                    raise MeasuringError(
-                        f"{self._url} answered {answer.status}: {(await answer.text())[:300]}"
-                    )
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        event = json_of(line[6:])
-                        if "error" in event:
-                            raise MeasuringError(f"{self._url} failed: {event['error']}")
-                        if event.get("choices"):
-                            times.append(time.perf_counter())
-        except (aiohttp.ClientError, TimeoutError, ValueError, Refused) as error:
-            raise MeasuringError(f"{self._url} cannot be asked: {error!r}; is the node running?") from error
-        if not times:
-            raise MeasuringError(f"{self._url} answered no token")
-        return _Answer(sent, times)
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await ask(self._session, self._url, prompt, max_tokens, answer=answer, **fields)
+        except TimeoutError as error:
+            raise MeasuringError(f"{self._url} did not answer within {TIMEOUT_S:g} s") from error
+        if answer.error or not answer.times:
+            raise MeasuringError(f"{self._url} failed: {answer.error or 'it answered no token'}")
+        return answer
 
     async def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Let the node compute a prompt for another one."""
-        body = self._body(prompt, 1) | {"kv_transfer_params": dict(DO_REMOTE_DECODE)}
+        fields = {"model": self._model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+        body = {**fields, "ignore_eos": True, "kv_transfer_params": dict(DO_REMOTE_DECODE)}
         try:
             params = json_of(await self._text("POST", "/v1/completions", body)).get("kv_transfer_params")
         except (Refused, AttributeError) as error:
@@ -318,15 +293,6 @@ class _Node:
         if not isinstance(params, dict):
             raise MeasuringError(f"{self._url} offers no cache; start it with a connector, or give one URL")
         return params
-
-    def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
 
     async def _text(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
         url = self._url + path

@@ -42,11 +42,6 @@ class Result:
     itls: Sequence[float]
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the figure below which that share of ascending figures is; 0 for none."""
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
-
-
 def simulate(
     way: WayName, num_nodes: int, arrivals: Sequence[Arrival], costs: Costs, limits: Limits
 ) -> Result:

@@ -10,15 +10,25 @@ import enum
 import http.client
 import json
 import random
-import re
 import socket
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
+
+from kvferry.lab.client import (
+    Answer,
+    BrokenAnswerError,
+    call,
+    events_of,
+    message_of,
+    parsed,
+    pool_of,
+    totals_of,
+)
 
 from .outcomes import Reply
 
@@ -32,8 +42,6 @@ LOADED_IMAGES: Final = "kvferry_encoder_loaded_items_total"
 PREEMPTIONS: Final = "vllm:num_preemptions_total"
 #: Seconds for an answer that no fault disturbs, such as a page of metrics.
 PATIENCE_S: Final = 30.0
-
-_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)(?: \d+)?$", re.MULTILINE)
 
 
 class Form(enum.Enum):
@@ -105,9 +113,7 @@ class Asking:
         self.sent = threading.Event()
         self.first_token = threading.Event()
         self._reply = Reply()
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: list[Mapping[str, float]] = []
+        self._answer = Answer()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -122,10 +128,7 @@ class Asking:
         """The two likeliest tokens at the answer's first place with their log probabilities, the likeliest
         first.
         """
-        pairs = [
-            (int(name.removeprefix("token_id:")), value) for name, value in (self._top or [{}])[0].items()
-        ]
-        return sorted(pairs, key=lambda pair: -pair[1])[:2]
+        return self._answer.likeliest
 
     @property
     def is_over(self) -> bool:
@@ -139,10 +142,10 @@ class Asking:
     def _run(self) -> None:
         started = time.monotonic()
         until = started + self._deadline_s
-        status, params, reason, error, is_late = 0, None, "", "", False
+        status, is_late, answer = 0, False, self._answer
         try:
             self._connection.connect()
-            self._sock = self._connection.sock
+            self._sock = sock = self._connection.sock
             self._connection.request(
                 "POST",
                 self._parts.path + self._form.path,
@@ -152,63 +155,39 @@ class Asking:
             self.sent.set()
             response = self._connection.getresponse()
             status = response.status
+
+            def lines() -> Iterator[bytes]:
+                while line := response.readline():
+                    sock.settimeout(max(0.01, until - time.monotonic()))
+                    yield line
+
             if status != 200:
-                error = _message(response.read())
+                answer.error = message_of(response.read())
             elif not self._body.get("stream"):
-                whole = json.loads(response.read())
-                params = whole.get(self._form.params)
-                reason, error = self._take(whole)
+                answer.add(parsed(response.read()))
             else:
-                while (line := response.readline()) and not line.startswith(b"data: [DONE]"):
-                    self._sock.settimeout(max(0.01, until - time.monotonic()))
-                    if line.startswith(b"data: "):
-                        told, wrong = self._take(json.loads(line[6:]))
-                        reason, error = told or reason, wrong or error
-                if not line:
-                    error = error or "the stream ended without [DONE]"
+                for event in events_of(lines()):
+                    answer.add(event)
+                    if answer.token_ids:
+                        self.first_token.set()
         except TimeoutError:
             is_late = True
+        except BrokenAnswerError as broken:
+            answer.error = answer.error or str(broken)
         except (OSError, http.client.HTTPException, ValueError) as broken:
-            error = f"{type(broken).__name__}: {broken}"
+            answer.error = f"{type(broken).__name__}: {broken}"
         finally:
             self.sent.set()
             self.first_token.set()
             self._connection.close()
-        is_whole = status == 200 and not error and not is_late and reason == self._form.reason
-        if status == 200 and not error and not is_late and not is_whole:
-            error = f"the answer ended for the reason {reason!r}"
+        is_whole = status == 200 and not answer.error and not is_late and answer.reason == self._form.reason
+        if status == 200 and not answer.error and not is_late and not is_whole:
+            answer.error = f"the answer ended for the reason {answer.reason!r}"
         seconds = time.monotonic() - started
-        self._reply = Reply(status, self._tokens, self._logprobs, is_whole, error, is_late, seconds, params)
-
-    def _take(self, part: Mapping[str, Any]) -> tuple[str, str]:
-        """Keep the tokens of a part of the answer.
-
-        Returns why it ended, and an error; empty if neither is there.
-        """
-        if "error" in part:
-            return "", _message(json.dumps(part).encode())
-        reason = ""
-        for choice in part.get("choices", ()):
-            self._tokens += choice.get("token_ids") or ()
-            scores = choice.get("logprobs") or {}
-            self._logprobs += scores.get("token_logprobs") or ()
-            self._logprobs += [each["logprob"] for each in scores.get("content") or ()]
-            self._top += scores.get("top_logprobs") or ()
-            reason = choice.get("finish_reason") or reason
-        if self._tokens:
-            self.first_token.set()
-        return reason, ""
-
-
-def _message(raw: bytes) -> str:
-    """Return the message of an error's body."""
-    try:
-        found = json.loads(raw)
-        while isinstance(found, dict):
-            found = found.get("error") or found.get("message") or found.get("detail") or str(found)
-        return str(found)
-    except ValueError:
-        return raw.decode(errors="replace")[:300] or "an empty body"
+        self._reply = Reply(
+            *(status, answer.token_ids, answer.logprobs, is_whole, answer.error, is_late, seconds),
+            answer.params,
+        )
 
 
 class Client:
@@ -266,40 +245,19 @@ class Client:
 
     def metrics(self, *names: str) -> list[float]:
         """Return the sums of metrics over their labels. Raises OSError: the server does not answer."""
-        page = self.get("/metrics")
-        found = dict.fromkeys(names, 0.0)
-        for name, _, value in _SAMPLE.findall(page):
-            if name in found:
-                found[name] += float(value)
-        return list(found.values())
+        found = totals_of(self.get("/metrics"))
+        return [found.get(name, 0.0) for name in names]
 
     def pool(self) -> tuple[int, int]:
         """Return the number of blocks of the pool, and the tokens per block; 0 where the server does not
         tell.
         """
-        (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", self.get("/metrics"), re.MULTILINE) or [""]
-        told = dict(re.findall(r'(\w+)="(\d+)"', labels))
-        return int(told.get("num_gpu_blocks", 0)), int(told.get("block_size", 0))
+        return pool_of(self.get("/metrics"))
 
     def get(self, path: str) -> str:
         """Return a page. Raises OSError: the server does not answer it with 200."""
-        return self._call("GET", path, None)
+        return call("GET", self.url, path, timeout_s=PATIENCE_S).decode()
 
     def post(self, path: str, body: object = None) -> str:
         """Post JSON, and return the answer. Raises OSError: the server does not answer with 200."""
-        return self._call("POST", path, json.dumps(body if body is not None else {}))
-
-    def _call(self, method: str, path: str, body: str | None) -> str:
-        parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE_S)
-        try:
-            connection.request(method, parts.path + path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            raw = response.read()
-        except http.client.HTTPException as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise OSError(f"{method} {path} answered {response.status}: {_message(raw)[:200]}")
-        return raw.decode()
+        return call("POST", self.url, path, {} if body is None else body, PATIENCE_S).decode()

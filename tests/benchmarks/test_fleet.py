@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from xml.etree import ElementTree
@@ -11,19 +12,24 @@ import pytest
 from kvferry.lab.bench import fleet_figures
 from kvferry.lab.bench.fleet_figures import (
     LOADS,
-    Answer,
     Unloaded,
     arrivals,
     paced,
-    percentile,
     plot,
     prompt_tokens,
     row_of,
     table,
 )
+from kvferry.lab.client import Answer
+from kvferry.lab.load import percentile
 from kvferry.lab.plan.loads import Turn, read_trace, sizes
 
 IDLE = Unloaded({16: 0.1, 32: 0.2, 1000: 2.0}, itl_s=0.05)
+
+
+def answered(prompt_tokens, ttft_s, gaps, num_tokens):
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens}
+    return Answer(times=list(itertools.accumulate(gaps, initial=ttft_s)), usage=usage)
 
 
 def figures_of(answers, *, itl_rule="mean", computed_tokens=0, seconds=10.0):
@@ -45,12 +51,12 @@ def test_an_idle_nodes_ttft_is_interpolated_by_the_length_of_the_prompt():
 
 def test_goodput_counts_requests_that_keep_both_limits():
     answers = [
-        Answer(16, 0.19, (0.09, 0.09), 3),  # keeps twice the idle node's figures
-        Answer(16, 0.21, (0.09, 0.09), 3),  # three times, because of its TTFT
-        Answer(1000, 3.9, (0.09, 0.09), 3),  # twice: its prompt is longer
-        Answer(16, 0.19, (0.19, 0.19), 3),  # ten times, because of its gaps
-        Answer(16, 0.19, (), 1),  # twice: it has no gaps
-        Answer(16, 1.01, (), 1),  # none
+        answered(16, 0.19, (0.09, 0.09), 3),  # keeps twice the idle node's figures
+        answered(16, 0.21, (0.09, 0.09), 3),  # three times, because of its TTFT
+        answered(1000, 3.9, (0.09, 0.09), 3),  # twice: its prompt is longer
+        answered(16, 0.19, (0.19, 0.19), 3),  # ten times, because of its gaps
+        answered(16, 0.19, (), 1),  # twice: it has no gaps
+        answered(16, 1.01, (), 1),  # none
     ]
     figures = figures_of(answers)
     assert figures["goodput_2x"] == 3 / 10 / 2
@@ -61,12 +67,12 @@ def test_goodput_counts_requests_that_keep_both_limits():
 
 @pytest.mark.parametrize(("itl_rule", "good"), [("mean", 1), ("p95", 0), ("longest", 0)])
 def test_the_itl_rule_says_which_gaps_must_keep_the_limit(itl_rule, good):
-    figures = figures_of([Answer(16, 0.1, (0.05,) * 9 + (0.5,), 11)], itl_rule=itl_rule)
+    figures = figures_of([answered(16, 0.1, (0.05,) * 9 + (0.5,), 11)], itl_rule=itl_rule)
     assert figures["goodput_2x"] == good / 20
 
 
 def test_the_other_figures_are_taken_over_all_gaps_and_all_nodes():
-    answers = [Answer(60, 0.1, (0.1, 0.3), 3), Answer(40, 0.3, (0.2,), 2)]
+    answers = [answered(60, 0.1, (0.1, 0.3), 3), answered(40, 0.3, (0.2,), 2)]
     figures = figures_of(answers, computed_tokens=75)
     assert figures["ttft_p50_ms"] == pytest.approx(200)
     assert figures["itl_p50_ms"] == pytest.approx(200)
@@ -130,7 +136,10 @@ def test_the_last_turn_is_due_after_the_time_that_the_nodes_need_for_all_of_them
 @pytest.fixture
 def rows():
     """Rows of two ways, one of which keeps the limits half the time in the second round."""
-    good, bad = figures_of([Answer(16, 0.1, (0.05,), 2)] * 2), figures_of([Answer(16, 9.0, (0.05,), 2)] * 2)
+    good, bad = (
+        figures_of([answered(16, 0.1, (0.05,), 2)] * 2),
+        figures_of([answered(16, 9.0, (0.05,), 2)] * 2),
+    )
     rounds = {"least-load": [good, good], "pair-1+1": [good, bad]}
     return [row_of("<load>", name, own) for name, own in rounds.items()]
 

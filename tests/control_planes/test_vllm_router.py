@@ -114,21 +114,11 @@ def no_block_is_held(fleet: Fleet) -> Iterator[None]:
 def post(
     router: LaunchedProcess, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Reply:
-    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=TIMEOUT_S)
-    try:
-        connection.request(
-            "POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})}
-        )
-        with connection.getresponse() as response:
-            payload = response.read()
-            body = (
-                json.loads(payload) if payload.startswith(b"{") else {"error": {"message": payload.decode()}}
-            )
-            return Reply(
-                response.status, body, {name.lower(): value for name, value in response.getheaders()}
-            )
-    finally:
-        connection.close()
+    with Client(router).requesting(path, body, headers or {}) as response:
+        payload = response.read()
+        names = {name.lower(): value for name, value in response.getheaders()}
+    body = json.loads(payload) if payload.startswith(b"{") else {"error": {"message": payload.decode()}}
+    return Reply(response.status, body, names)
 
 
 def complete(router: LaunchedProcess, prompt: str, session: str = "") -> Reply:

@@ -4,8 +4,6 @@ time.
 
 from __future__ import annotations
 
-import http.client
-import json
 import multiprocessing
 import os
 import time
@@ -73,20 +71,10 @@ def is_draining(client: Client) -> bool:
 
 def retry_after(client: Client) -> str | None:
     """Return the `Retry-After` header of a request that is refused with 503."""
-    connection = http.client.HTTPConnection("127.0.0.1", client.process.port, timeout=END_S)
-    try:
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps({"prompt": "too late"}),
-            {"Content-Type": "application/json"},
-        )
-        with connection.getresponse() as response:
-            assert response.status == 503
-            assert "node is stopping" in json.loads(response.read())["error"]["message"]
-            return response.headers["Retry-After"]
-    finally:
-        connection.close()
+    reply = client.post("/v1/completions", {"prompt": "too late"})
+    assert reply.status == 503
+    assert "node is stopping" in reply.error
+    return reply.headers.get("Retry-After")
 
 
 @pytest.mark.usefixtures("busy_machine")

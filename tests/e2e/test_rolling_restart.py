@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.lab.client import Answer, call, events_of, parsed
 from kvferry.lab.servers import Launcher, Spawn
 from tests.support.chaos.services import Service
 
@@ -70,14 +71,13 @@ class Load:
         body = {"prompt": prompt, "max_tokens": num_tokens, "stream": stream, **fields}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         with connection.getresponse() as response:
-            text = response.read().decode()
+            raw = response.read()
         if response.status != 200:
-            raise ValueError(f"status {response.status}: {text}")
-        if not stream:
-            return len(json.loads(text)["choices"][0]["token_ids"])
-        *events, end = [line.removeprefix("data: ") for line in text.splitlines() if line]
-        assert end == "[DONE]", text
-        return sum(len(choice["token_ids"]) for event in events for choice in json.loads(event)["choices"])
+            raise ValueError(f"status {response.status}: {raw.decode()}")
+        answer = Answer()
+        for part in events_of(raw.splitlines()) if stream else [json.loads(raw)]:
+            answer.add(part)
+        return len(answer.token_ids)
 
 
 @pytest.fixture
@@ -132,13 +132,9 @@ def answered_until(load: Load, more: int) -> None:
 def wait_ready_in(port: int, num_nodes: int) -> bool:
     """Wait until the router finds this many nodes ready."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     while time.monotonic() < deadline:
-        connection.request("GET", "/health")
-        found = json.loads(connection.getresponse().read())["nodes"]
+        found = parsed(call("GET", f"http://127.0.0.1:{port}", "/health"))["nodes"]
         if sum(node["state"] == "ready" for node in found) == num_nodes:
-            connection.close()
             return True
         time.sleep(0.02)
-    connection.close()
     return False

@@ -16,6 +16,7 @@ from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
 import kvferry.lab.node.app
+from kvferry.lab.client import events_of
 from kvferry.lab.engine.engine import Engine
 from kvferry.lab.engine.settings import EngineSettings
 from kvferry.lab.node.app import NodeServer
@@ -67,13 +68,11 @@ async def health(client: Client, path: str = "/health") -> tuple[int, Mapping[st
         return response.status, await response.json()
 
 
-def events_of(text: str) -> list[Mapping[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+def stream_of(text: str) -> list[dict[str, Any]]:
+    return list(events_of(text.encode().splitlines()))
 
 
-def token_ids(events: list[Mapping[str, Any]]) -> list[int]:
+def token_ids(events: list[dict[str, Any]]) -> list[int]:
     return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
 
 
@@ -151,13 +150,13 @@ async def test_an_exception_for_one_request_fails_only_that_request(
         if sabotage is second_write and not stream:
             assert victim.status == 200  # whole answers are not written with this call
         elif victim.status == 200:
-            assert "Boom" in events_of(texts["victim"])[-1]["error"]["message"]
+            assert "Boom" in stream_of(texts["victim"])[-1]["error"]["message"]
         else:
             assert victim.status == 500
             assert "Boom" in json.loads(texts["victim"])["error"]["message"]
         for name in "ab":
             if stream:
-                assert token_ids(events_of(texts[name])) == expected[name]
+                assert token_ids(stream_of(texts[name])) == expected[name]
             else:
                 assert json.loads(texts[name])["choices"][0]["token_ids"] == expected[name]
         assert await health(client) == (200, {"status": "ok"})
@@ -198,7 +197,7 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
         back = await ask(client, "a", max_tokens=100, kv_transfer_params={"continues": known})
         assert (await back.json())["choices"][0]["token_ids"] == expected
         streamed, whole = await asyncio.gather(*begun)
-        assert token_ids(events_of(await streamed.text())) == expected
+        assert token_ids(stream_of(await streamed.text())) == expected
         assert (await whole.json())["choices"][0]["token_ids"] == expected
         while server.num_answering:
             await asyncio.sleep(0.002)
@@ -230,7 +229,7 @@ async def test_streams_whole_answers_and_health_report_why_the_engine_ended(
         streamed, whole = await asyncio.gather(
             ask(client, "a", max_tokens=100, stream=True), ask(client, "b", max_tokens=100)
         )
-        assert "in a mess" in events_of(await streamed.text())[-1]["error"]["message"]
+        assert "in a mess" in stream_of(await streamed.text())[-1]["error"]["message"]
         assert whole.status == 503
         assert "in a mess" in (await whole.json())["error"]["message"]
         status, state = await health(client)

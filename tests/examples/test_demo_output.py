@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.lab.client import Answer
 from kvferry.lab.demo import run
 from kvferry.lab.demo.cli import DEFAULT_PROMPTS, parse_arguments
-from kvferry.lab.demo.client import Answer
 from kvferry.lab.demo.near_tie import Comparison
 from kvferry.lab.demo.report import (
     RequestReport,
@@ -31,7 +31,8 @@ TRANSFER = {"num_bytes": 4096, "seconds": 0.1, "num_blocks": 3, "num_regions": 2
 
 
 def answered(num_prompt_tokens: int, *, ttft_s: float = 0.1, **metrics: object) -> Answer:
-    return Answer("text", [7], num_prompt_tokens, ttft_s, metrics)
+    usage = {"prompt_tokens": num_prompt_tokens}
+    return Answer("text", [7], times=[ttft_s], usage=usage, metrics=metrics)
 
 
 def report(answer: Answer, reference_ttft_s: float = 0.1) -> RequestReport:

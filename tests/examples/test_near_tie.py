@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from kvferry.lab.client import Answer
 from kvferry.lab.demo.cli import parse_arguments
-from kvferry.lab.demo.client import Answer
 from kvferry.lab.demo.near_tie import (
     AskAlone,
     Comparison,
@@ -145,7 +145,7 @@ class TestTable:
     @staticmethod
     def _report(comparison: Comparison | None, error: str = "") -> tuple[Answer, str, bool]:
         transfer = {"num_bytes": 4096, "seconds": 0.1, "error": error}
-        answer = Answer("text", list(ANSWER), 3, metrics={"transfer": transfer})
+        answer = Answer("text", list(ANSWER), metrics={"transfer": transfer})
         report = report_of(answer, Answer(token_ids=list(EXPECTED)), comparison, "shm", "uniform")
         return answer, verdict_of(format_table(["prompt"], [answer], [report])), report.is_right
 
@@ -180,7 +180,7 @@ class TestDemo:
     @staticmethod
     def _run(answer: Sequence[int], top_logits: TopLogits, transfer: Mapping[str, object]) -> int:
         comparison = compare(PROMPT, answer, EXPECTED, single_node(top_logits))
-        answers = [Answer("text", list(answer), 3, metrics={"transfer": transfer})]
+        answers = [Answer("text", list(answer), metrics={"transfer": transfer})]
         references = [Answer(token_ids=list(EXPECTED))]
         return _show(parse_arguments(["--prompt", "A ferry"]), answers, references, [comparison])
 

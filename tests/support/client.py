@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvferry.lab.demo import client
+from kvferry.lab import client
+from kvferry.lab.client import events_of, exchange, totals_of
+from kvferry.lab.demo import near_tie
 from kvferry.lab.demo.near_tie import AskAlone, assert_same_answer
 from kvferry.lab.servers import LaunchedProcess
 from tests.support.answers import Answer
@@ -77,8 +78,7 @@ class Client:
 
     def post(self, path: str, body: Mapping[str, Any] | bytes) -> Reply:
         """POST a JSON object, or bytes that need not be JSON."""
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        with self._exchange("POST", path, raw) as response:
+        with self._exchange("POST", path, body) as response:
             return Reply(response.status, json.loads(response.read()), dict(response.getheaders()))
 
     def complete(self, prompt: str | Sequence[int], **fields: Any) -> Reply:
@@ -91,10 +91,10 @@ class Client:
 
         Yields its events. Leaving the block closes the connection.
         """
-        body = json.dumps(completion_body(prompt, fields) | {"stream": True}).encode()
+        body = completion_body(prompt, fields) | {"stream": True}
         with self._exchange("POST", "/v1/completions", body) as response:
             assert response.status == 200, response.read()
-            yield _events(response)
+            yield events_of(response)
 
     def hang_up_during(
         self, condition: Callable[[], bool], prompt: str | Sequence[int], **fields: Any
@@ -119,11 +119,11 @@ class Client:
             wait_until(holds)
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric without labels."""
-        text = self.get("/metrics")[1].decode()
-        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found is not None, f"{name} is not among the metrics:\n{text}"
-        return float(found[1])
+        """Return the sum of a metric over its labels."""
+        page = self.get("/metrics")[1].decode()
+        found = totals_of(page)
+        assert name in found, f"{name} is not among the metrics:\n{page}"
+        return found[name]
 
     def is_whole(self) -> bool:
         """Whether every block is free and there are no requests."""
@@ -137,34 +137,25 @@ class Client:
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AbstractContextManager[http.client.HTTPResponse]:
         """POST a JSON object with headers. Leaving the block closes the connection."""
-        return self._exchange("POST", path, json.dumps(body).encode(), headers)
+        return self._exchange("POST", path, body, headers)
 
-    @contextmanager
     def _exchange(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
-    ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json", **headers})
-            with connection.getresponse() as response:
-                yield response
-        finally:
-            connection.close()
+        self, method: str, path: str, body: object, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> AbstractContextManager[http.client.HTTPResponse]:
+        return exchange(method, f"http://127.0.0.1:{self.process.port}", path, body, headers, TIMEOUT_S)
 
 
 def ask_alone(single: Client, **fields: Any) -> AskAlone:
-    """See `kvferry.lab.demo.client.ask_alone`."""
-    return client.ask_alone(single.process.port, **fields)
+    """See `near_tie.ask_alone`."""
+    return near_tie.ask_alone(single.process.port, **fields)
 
 
 def streamed_answer(events: Iterable[Mapping[str, Any]]) -> Answer:
     """Return the answer of a stream; it has log probabilities if the request asked for them by `logprobs`."""
-    choices = [choice for event in events for choice in event["choices"]]
-    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    return Answer(
-        (token for choice in choices for token in choice["token_ids"]),
-        (score for scores in told for score in scores["token_logprobs"]),
-    )
+    answer = client.Answer()
+    for event in events:
+        answer.add(event)
+    return Answer(answer.token_ids, answer.logprobs)
 
 
 def assert_answers_like(
@@ -220,13 +211,3 @@ def children_of(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):
             children.update(map(int, (task / "children").read_text().split()))
     return sorted(children)
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
-    for raw in response:
-        line = raw.decode().strip()
-        if line == "data: [DONE]":
-            return
-        if line:
-            yield json.loads(line.removeprefix("data: "))
-    raise AssertionError("the stream ended without [DONE]")

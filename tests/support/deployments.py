@@ -28,6 +28,8 @@ from urllib.parse import urljoin
 
 import yaml
 
+from kvferry.lab.client import totals_of
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvferry"
 EXAMPLES = ROOT / "deploy" / "helm" / "examples"
@@ -134,8 +136,7 @@ class Running:
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         with _open(urljoin(self.probes["livenessProbe"], "/metrics"), timeout_s=10) as response:
-            lines = response.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line))
+            return totals_of(response.read().decode()).get(name, 0.0)
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """Stop it as Kubernetes and systemd do, and return its exit status."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from kvferry.lab.client import events_of
+
 VERSION = "v0.10.0"
 PREFILL_HEADER = "x-prefiller-host-port"
 REQUEST_ID_HEADER = "x-request-id"
@@ -51,9 +53,7 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The events of a stream that ended with [DONE]."""
-        *lines, last = [line.removeprefix("data: ") for line in self.payload.decode().splitlines() if line]
-        assert last == "[DONE]", self.payload[-500:]
-        return [json.loads(line) for line in lines]
+        return list(events_of(self.payload.splitlines()))
 
 
 class Sidecar:

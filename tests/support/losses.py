@@ -16,14 +16,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from kvferry.lab.client import call, events_of, exchange, parsed, totals_of
 from kvferry.lab.demo.near_tie import tolerance_of
+from kvferry.lab.load import percentile
 from kvferry.lab.servers import LaunchedProcess
 from tests.support.chaos.services import Holdings, Service
 from tests.support.client import Client, wait_until
@@ -98,33 +97,17 @@ def ask(
         OSError, http.client.HTTPException: The connection broke, or nothing came for `PATIENCE_S`.
         ValueError: The answer is an error, or ends too early.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-    with closing(connection):
-        connection.request("POST", path, json.dumps(body), headers)
-        with connection.getresponse() as response:
-            if response.status != 200 or not body.get("stream"):
-                whole = _checked(response.status, response.read())
-                on_piece()
-                return _told([whole]), 0.0
-            pieces: list[dict[str, Any]] = []
-            longest = before = 0.0
-            for line in response:
-                if line == b"data: [DONE]\n":
-                    return _told(pieces), longest
-                if line.startswith(b"data: "):
-                    pieces.append(_checked(200, line[6:]))
-                    now = time.monotonic()
-                    longest, before = max(longest, now - before if before else 0.0), now
-                    on_piece()
-    raise ValueError(f"the stream ended without [DONE], after {len(pieces)} events")
-
-
-def _checked(status: int, raw: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(raw)
-    if status != 200 or "error" in found:
-        raise ValueError(f"{status}: {raw.decode()}")
-    return found
+    headers = {"X-Request-Id": request_id}
+    with exchange("POST", f"http://127.0.0.1:{port}", path, body, headers, PATIENCE_S) as response:
+        is_stream = response.status == 200 and body.get("stream")
+        pieces, times = [], []
+        for piece in events_of(response) if is_stream else [parsed(response.read())]:
+            if response.status != 200 or "error" in piece:
+                raise ValueError(f"{response.status}: {json.dumps(piece)}")
+            pieces.append(piece)
+            times.append(time.monotonic())
+            on_piece()
+    return _told(pieces), max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 def _told(pieces: Sequence[Mapping[str, Any]]) -> Told:
@@ -157,11 +140,8 @@ def _has_near_tie(port: int, path: str, body: Mapping[str, Any]) -> bool:
     """Whether two tokens of a greedy answer are about as likely as each other somewhere."""
     scores = {"logprobs": True, "top_logprobs": 2} if "messages" in body else {"logprobs": 2}
     asked = {**body, "stream": False, "stream_options": None, **scores}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    with closing(connection):
-        connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
-        with connection.getresponse() as response:
-            choice = _checked(response.status, response.read())["choices"][0]["logprobs"]
+    whole = parsed(call("POST", f"http://127.0.0.1:{port}", path, asked))
+    choice = whole["choices"][0]["logprobs"]
     if "messages" in body:
         steps = [[one["logprob"] for one in each["top_logprobs"]] for each in choice["content"]]
     else:
@@ -284,13 +264,8 @@ def computed_tokens(process: LaunchedProcess) -> float:
 
 
 def metrics_of(process: LaunchedProcess) -> dict[str, float]:
-    """Return a page of metrics: name, or name and source → sum of the values."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(Client(process).get("/metrics")[1].decode()):
-        for sample in family.samples:
-            name = f"{sample.name} {sample.labels['source']}" if "source" in sample.labels else sample.name
-            found[name] = found.get(name, 0.0) + sample.value
-    return found
+    """Return the sums of a page of metrics; see `totals_of`."""
+    return totals_of(Client(process).get("/metrics")[1].decode())
 
 
 #: Gauges of either engine and of the connector that are 0 at rest.
@@ -405,9 +380,9 @@ class Report:
         return "\n  ".join(found)
 
 
-def _spread(seconds: Iterable[float]) -> str:
-    found = sorted(round(1e3 * each) for each in seconds) or [0]
-    return f"median {found[len(found) // 2]}, 90 % {found[len(found) * 9 // 10]}, longest {found[-1]} ms"
+def _spread(seconds: Sequence[float]) -> str:
+    median, most, longest = (1e3 * percentile(seconds, share) for share in (0.5, 0.9, 1.0))
+    return f"median {median:.0f}, 90 % {most:.0f}, longest {longest:.0f} ms"
 
 
 def lose_nodes(

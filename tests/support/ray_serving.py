@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from ray.cluster_utils import Cluster
 from ray_serve_pair import DEMO_CPUS, ask, deploy_alone, deploy_pair, make_parser
 
 from kvferry.connector.ray import register
+from kvferry.lab.client import call, totals_of
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.servers import free_port
 
@@ -114,10 +113,8 @@ class Serving:
         for node in ray.nodes():
             if not node["Alive"]:
                 continue
-            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-            with urllib.request.urlopen(url, timeout=10) as response:
-                text = response.read().decode()
-            found += sum(map(float, re.findall(rf"^ray_{name}{{.*}} (\S+)$", text, re.MULTILINE)))
+            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+            found += totals_of(call("GET", url, "/metrics").decode()).get(f"ray_{name}", 0.0)
         return found
 
     def load_seconds(self) -> tuple[float, float]:

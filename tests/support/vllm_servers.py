@@ -16,8 +16,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.lab.demo.client import ask_alone
-from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.demo.near_tie import Expectation, ask_alone, assert_same_answer
 from kvferry.lab.servers import LaunchedProcess, Launcher, run_program, start_vllm
 from tests.support.chaos.services import Service
 

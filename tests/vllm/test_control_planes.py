@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.client import ask_alone
-from kvferry.lab.demo.near_tie import assert_same_answer
+from kvferry.lab.demo.near_tie import ask_alone, assert_same_answer
 from kvferry.lab.servers import (
     KVFERRY,
     LaunchedProcess,

@@ -4,7 +4,6 @@ handoff.
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.lab.client import call, exchange, parsed, samples_of
 from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
 
@@ -50,15 +50,11 @@ class Server:
             "return_tokens_as_token_ids": True,
             **more,
         }
-        headers = {"Content-Type": "application/json"}
-        if rank is not None:
-            headers["X-data-parallel-rank"] = str(rank)
-        request = urllib.request.Request(
-            f"{self.process.url}/v1/completions", json.dumps(body).encode(), headers
-        )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        url = self.process.url
+        with exchange("POST", url, "/v1/completions", body, headers, ANSWER_S) as response:
+            assert response.status == 200, response.read()
+            return parsed(response.read())
 
     def offer(self, prompt: list[int], rank: int | None, **wish: Any) -> dict[str, Any]:
         """Compute a prompt for another engine. Returns the params for that engine."""
@@ -71,15 +67,12 @@ class Server:
         (choice,) = self.complete(prompt, 8, rank, kv_transfer_params=params)["choices"]
         return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
-    def metrics_page(self) -> str:
-        with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
-            page: str = response.read().decode()
-            return page
-
     def by_engine(self, metric: str) -> Counter[str]:
         """Return a metric's values, by the label `engine`."""
-        lines = (line for line in self.metrics_page().splitlines() if line.startswith(metric + "{"))
-        return Counter({line.split('engine="')[1][0]: float(line.split()[-1]) for line in lines})
+        page = call("GET", self.process.url, "/metrics").decode()
+        return Counter(
+            {labels["engine"]: value for name, labels, value in samples_of(page) if name == metric}
+        )
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import pytest
 import requests
 
+from kvferry.lab.client import Answer, events_of
 from kvferry.lab.servers import Launcher, free_port, start_vllm
 from tests.support.client import Client, wait_until
 from tests.support.vllm_servers import Server
@@ -174,25 +175,19 @@ def ask(client, body, on_event=lambda number: None):
     """Return the text of a stream, its end, and its usage. Calls `on_event` with the number of each event."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     whole = {"model": "model", "temperature": 0, "max_tokens": 12, "ignore_eos": True, "stream": True, **body}
-    text, reasons, usage, heads, number = "", [], None, set(), 0
+    answer, reasons, heads = Answer(), [], set()
     with client.requesting(path, whole, {"X-Request-Id": "same"}) as response:
         assert response.status == 200, response.read()
-        while line := response.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
+        for number, event in enumerate(events_of(response), 1):
             assert "error" not in event, event
-            assert b'token_ids":[' not in line
             heads.add((event["id"], event["object"], event["created"], event["model"]))
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-            number += 1
+            answer.add(event)
+            reasons += [choice["finish_reason"] for choice in event["choices"] if choice["finish_reason"]]
             on_event(number)
-    assert len(heads) == 1
-    counts = usage and {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    return text, reasons, counts
+    assert (len(heads), answer.token_ids) == (1, [])
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    counts = {name: answer.usage[name] for name in names} if answer.usage else None
+    return answer.text, reasons, counts
 
 
 BODIES = (

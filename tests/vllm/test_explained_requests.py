@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from kvferry.cli.explain import ask
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
 from kvferry.web.explain import Told, tell
+from tests.support.client import Client
 from tests.support.slow_vllm_connector import FOLDER_VARIABLE, SLOW_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -65,14 +64,12 @@ class Pair:
         prompt = [self._dice.randrange(10, 200) for _ in range(NUM_TOKENS)]
         name = f"{role}-{place}-{prompt[0]}-{prompt[1]}"
         body = {"model": "model", "prompt": prompt, "max_tokens": 4, "stream": True, "ignore_eos": True}
-        headers = {"Content-Type": "application/json", "X-Request-Id": name}
-        raw = json.dumps(body).encode()
         if place:
             (self._places[role] / place).touch()
         began = time.monotonic()
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{self._router.url}/v1/completions", raw, headers)
-        ) as response:
+        headers = {"X-Request-Id": name}
+        with Client(self._router).requesting("/v1/completions", body, headers) as response:
+            assert response.status == 200
             response.readline()
             ttft_s = time.monotonic() - began
             response.read()

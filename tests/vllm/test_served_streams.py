@@ -4,12 +4,10 @@ answers.
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import shutil
 import time
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -74,15 +72,10 @@ def pair(request, servers):
 
 def ask(client, body, name):
     """Return the status, and the raw stream without the time of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", client.process.port, timeout=120)
-    try:
-        whole = {"model": "model", "temperature": 0, "max_tokens": 12, "stream": True, **body}
-        headers = {"Content-Type": "application/json", "X-Request-Id": name.replace(" ", "-")}
-        connection.request("POST", "/v1/completions", json.dumps(whole), headers)
-        response = connection.getresponse()
+    whole = {"model": "model", "temperature": 0, "max_tokens": 12, "stream": True, **body}
+    headers = {"X-Request-Id": name.replace(" ", "-")}
+    with client.requesting("/v1/completions", whole, headers) as response:
         payload = response.read()
-    finally:
-        connection.close()
     created = re.findall(rb'"created":\s?\d+', payload)
     assert len(set(created)) <= 1 or isinstance(body["prompt"][0], str)
     return response.status, re.sub(rb'"created":\s?\d+', b'"created":0', payload)
@@ -197,19 +190,13 @@ def test_the_offer_of_a_refused_stream_is_released_before_its_lease_ends(launche
             "max_tokens": 8,
             "cache_salt": f"{number}",
         }
-        payload = posted(router, path, {**body, **text})
+        with Client(router).requesting(path, {**body, **text}, {}) as response:
+            payload = response.read()
         assert b"cannot be handed over" in payload
         assert b"these nodes differ in weights; start both" in payload
     began = time.monotonic()
     Server(prefill).wait_for(USAGE_OF_CACHE, lambda usage: usage == 0)
     assert time.monotonic() - began < LEASE_S / 2
-
-
-def posted(process, path, body):
-    connection = http.client.HTTPConnection("127.0.0.1", process.port, timeout=120)
-    with closing(connection):
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse().read()
 
 
 def states(client):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.demo.client import ask_alone
+from kvferry.lab.demo.near_tie import ask_alone
 from kvferry.lab.servers import KVFERRY, run_program
 from tests.support.chaos.fleet import TIMING, Fleet
 from tests.support.chaos.sampling import num_loads, read

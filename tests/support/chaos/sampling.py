@@ -4,12 +4,10 @@ SAMPLES PLOT.svg`.
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import threading
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Self
 
-from prometheus_client.parser import text_string_to_metric_families
+from kvferry.lab.client import call, totals_of
 
 from .services import Service
 
@@ -119,15 +117,9 @@ def _pss_kib(rollup: str) -> int:
 
 def _metrics_of(url: str) -> dict[str, float]:
     """Return a page of metrics, samples of the same name summed; empty if the service does not answer."""
-    found: dict[str, float] = defaultdict(float)
-    with (
-        suppress(OSError, http.client.HTTPException),
-        urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE_S) as response,
-    ):
-        for family in text_string_to_metric_families(response.read().decode()):
-            for sample in family.samples:
-                found[sample.name] += sample.value
-    return found
+    with suppress(OSError):
+        return totals_of(call("GET", url, "/metrics", timeout_s=PATIENCE_S).decode())
+    return {}
 
 
 # -- plot --------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvferry.lab.client import events_of
+
 #: Seconds for one request.
 DEADLINE_S = 60.0
 #: Seconds between two requests of a client, and between two attempts to connect to a router.
@@ -167,7 +169,7 @@ class Traffic:
             return "hung up"
         with connection.getresponse() as response:
             is_stream = response.headers.get_content_type() == "text/event-stream"
-            for piece in _events(response) if is_stream else [json.loads(response.read())]:
+            for piece in events_of(response) if is_stream else [json.loads(response.read())]:
                 answer.add(piece)
         return "refused" if answer.error else "whole"
 
@@ -186,13 +188,3 @@ class Traffic:
                         raise
                 time.sleep(PAUSE_S)
             yield connection
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
-    for raw in response:
-        line = raw.decode().strip()
-        if line == "data: [DONE]":
-            return
-        if line:
-            yield json.loads(line.removeprefix("data: "))
-    raise http.client.IncompleteRead(b"")
