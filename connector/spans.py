@@ -18,7 +18,8 @@ from typing import Annotated, Any, Final, Self
 
 from ..transports.checked import each, mapping, record, refuse, seconds, string
 
-#: Begins the names of spans and attributes at collectors, where other programs have theirs.
+#: Begins the names of spans and attributes at collectors, where other programs have theirs. An attribute
+#: that has it here already is meant for programs: `kvferry explain` does not print it.
 PREFIX: Final = "kvferry."
 
 #: Requests whose spans a server keeps, and spans of each: the latest ones, because the last ones say how it
@@ -177,6 +178,9 @@ class Span:
         parent: A span of this process.
         traceparent: The parent at the collector, if that is another one.
         otel: Further arguments for OpenTelemetry's `start_span`.
+
+    Attributes:
+        start, attributes, events: As of `SpanRecord`. Nothing else changes them.
     """
 
     def __init__(
@@ -194,9 +198,11 @@ class Span:
         self.request_id: str = request_id or (parent.request_id if parent is not None else "")
         self._keep = keep
         self._parent = parent
-        self._start = time.time() if at is None else at
-        self._attributes: dict[str, str | float] = {}
-        self._events: list[dict[str, str | float]] = []
+        # All spans of a request have one clock: a host may set its own while a request is under way.
+        self._zero: float = time.time() - time.monotonic() if parent is None else parent._zero
+        self.start: float = self.now() if at is None else at
+        self.attributes: dict[str, str | float] = {}
+        self.events: list[dict[str, str | float]] = []
         self._error = ""
         self._is_open = True
         self._otel: Any = None
@@ -204,10 +210,14 @@ class Span:
             context = _context_of(traceparent)
             if parent is not None and parent._otel is not None and not traceparent:
                 context = sys.modules["opentelemetry.trace"].set_span_in_context(parent._otel, context)
-            start_time = _nanoseconds(self._start)
+            start_time = _nanoseconds(self.start)
             self._otel = tracer.start_span(
                 PREFIX + name, **{"context": context, "start_time": start_time, **(otel or {})}
             )
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970, by the clock that the spans of a request share."""
+        return self._zero + time.monotonic()
 
     @property
     def trace_id(self) -> str:
@@ -251,12 +261,12 @@ class Span:
     def set(self, **attributes: str | float) -> None:
         """Add attributes."""
         if self._is_open:
-            self._attributes.update(attributes)
+            self.attributes.update(attributes)
 
     def note(self, event: str, **details: str | float) -> None:
         """Add something that happened now."""
-        if self._is_open and len(self._events) < MAX_EVENTS:
-            self._events.append({"at": time.time(), "name": event, **details})
+        if self._is_open and len(self.events) < MAX_EVENTS:
+            self.events.append({"at": self.now(), "name": event, **details})
 
     def fail(self, why: str) -> None:
         """Mark the span as failed."""
@@ -268,19 +278,19 @@ class Span:
         if not self._is_open:
             return
         self._is_open = False
-        end = time.time() if at is None else at
+        end = self.now() if at is None else at
         if self._keep is not None:
-            attributes, events = self._attributes, tuple(self._events)
+            attributes, events = self.attributes, tuple(self.events)
             self._keep(
-                SpanRecord(self.request_id, self.name, self._start, end, attributes, events, self._error)
+                SpanRecord(self.request_id, self.name, self.start, end, attributes, events, self._error)
             )
         if self._otel is not None:
             self._export(end)
 
     def _export(self, end: float) -> None:
         span = self._otel
-        span.set_attributes(_named(self._attributes))
-        for event in self._events:
+        span.set_attributes(_named(self.attributes))
+        for event in self.events:
             details = {key: value for key, value in event.items() if key not in ("at", "name")}
             span.add_event(str(event["name"]), _named(details), _nanoseconds(float(event["at"])))
         if self._error:

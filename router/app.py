@@ -35,14 +35,15 @@ from .membership import Role
 from .metrics import RouterMetrics
 from .models import Models
 from .nodes import RETRY_AFTER_S, NodePool, NoNodeError, UpstreamNode, check_model
+from .observer import Observer
 from .page import Page
 from .performance import DecodeAlone, Performance, Services, explained_difference
 from .placement import Limits
 from .reading import node_session, refuse_no_answers
+from .records import RecentRequests, RequestRecord, mark
 from .several import MergedAnswer, Part
 from .sources import NodeSource
 from .states import NodeState
-from .timelines import RecentRequests
 from .ways import Options
 
 logger = logging.getLogger(__name__)
@@ -345,32 +346,38 @@ class Router:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._refuses:
             raise NoNodeError("the router is draining: send the request to another router, or retry later")
-        arrived_s = time.monotonic()
         async with slot_of(request):
-            return await self._admitted(request, arrived_s)
+            return await self._admitted(request)
 
-    async def _admitted(self, request: web.Request, arrived_s: float) -> web.StreamResponse:
-        admitted_s = time.monotonic()
+    async def _admitted(self, request: web.Request) -> web.StreamResponse:
+        span = current_span()
+        admitted_s = span.now() - span.start
+        mark(span, admitted_s=admitted_s)
         body = await read_json(request)
         check_body(body)
         await check_model(self._nodes, body.get("model"))
         request_id = name_request(request.headers.get("X-Request-Id", "") or uuid.uuid4().hex)
         headers = headers_of(request.headers, request_id, passes_keys_on=self._passes_keys_on)
-        queue = current_span().child("queue")
+        queue = span.child("queue")
         services, path = self._services, request.path
         prompts = prompts_of(body)
         if len(prompts) == 1:
             turn = services.sessions.begin(body, request.headers)
             exchange = Exchange(path, body, headers, explain=explained_difference)
-            with self._recent.following(request_id, path, arrived_s, admitted_s) as timeline:
-                note_piece = services.metrics.begin_stream(arrived_s)
-                return await Performance(services, exchange, request, timeline, queue, note_piece, turn).run()
+            record = RequestRecord(request_id, path, span)
+            with self._recent.following(record):
+                observer = Observer(exchange, record, services.metrics, queue)
+                return await Performance(services, exchange, request, observer, turn).run()
         merged = MergedAnswer(request, body, request_id)
 
         async def answer_one(number: int) -> web.StreamResponse:
             own = {**headers, "X-Request-Id": f"{request_id}-{number}"}
             exchange = Exchange(path, {**body, "prompt": prompts[number]}, own, explain=explained_difference)
-            with self._recent.following(exchange.request_id, path, arrived_s, admitted_s) as timeline:
-                return await Part(services, exchange, request, timeline, queue).of(merged, number).run()
+            with span.child("prompt", at=span.start) as own_span:
+                mark(own_span, admitted_s=admitted_s)
+                record = RequestRecord(exchange.request_id, path, own_span)
+                observer = Observer(exchange, record, services.metrics, queue, times_pieces=False)
+                with self._recent.following(record):
+                    return await Part(services, exchange, request, observer).of(merged, number).run()
 
         return await merged.answer(len(prompts), answer_one, services.answer_timeout_s)

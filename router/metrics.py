@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -20,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..connector.stats import export_build_info
-from .exchange import Source
+from .exchange import Fact, Source
 from .handoffs import RESULTS, Handoffs
 from .latencies import SLOT_S, Latencies
 from .nodes import UpstreamNode
@@ -29,10 +28,6 @@ from .states import NodeState
 DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 FIRST_PIECE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-
-#: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that
-#: gave the piece.
-NotePiece = Callable[[Source], None]
 
 
 class RouterMetrics:
@@ -78,25 +73,6 @@ class RouterMetrics:
         self._latencies = {"first": Latencies(), "next": Latencies()}
         export_build_info(partial(Gauge, registry=self._registry))
         ProcessCollector(registry=self._registry)
-        self.retries = Counter(
-            "kvferry_router_retries_total",
-            "Requests sent to another node, by the role of the node that failed",
-            ["role"],
-            registry=self._registry,
-        )
-        for role in ("prefill", "decode"):
-            # At zero, because an alert cannot use a counter that appears with its first event.
-            self.retries.labels(role)
-        self.without_handoff = Counter(
-            "kvferry_router_without_handoff_total",
-            "Requests whose prompt the decode node computed again, because no KV cache was offered and it loaded none",
-            registry=self._registry,
-        )
-        self.decoded_alone = Counter(
-            "kvferry_router_decoded_alone_total",
-            "Requests sent to a decode node alone, because no prefill node could take them",
-            registry=self._registry,
-        )
         self.asked_both = Counter(
             "kvferry_router_rendezvous_total",
             "Requests sent to a prefill and a decode node at once",
@@ -110,47 +86,57 @@ class RouterMetrics:
         )
         for way in ("local", "handover"):
             self.placements.labels(way)
-        self.moved_answers = Counter(
-            "kvferry_router_moved_answers_total",
-            "Streamed answers that another decode node went on with, after their own was lost",
-            registry=self._registry,
-        )
-        self.stopped_answers = Counter(
-            "kvferry_router_stopped_answers_total",
-            "Streamed answers that their draining node has stopped, so that another one goes on with them",
-            registry=self._registry,
-        )
         self.followed_nodes = Gauge(
             "kvferry_router_nodes_with_kv_events",
             "Nodes whose KV events the router follows; what the others have cached is a guess from what was sent there",
             registry=self._registry,
         )
-        self.lost_prefills = Counter(
-            "kvferry_router_lost_prefills_total",
-            "Prefills that failed after their decode had begun",
-            registry=self._registry,
+        count = partial(Counter, registry=self._registry)
+        retries = count(
+            "kvferry_router_retries_total",
+            "Requests sent to another node, by the role of the node that failed",
+            ["role"],
         )
+        #: What counts each fact of an exchange. The labels are made here: an alert cannot use a counter that
+        #: appears with its first event.
+        self.facts: Mapping[Fact, Counter] = {
+            "prefill lost": retries.labels("prefill"),
+            "decode lost": retries.labels("decode"),
+            "prefill lost late": count(
+                "kvferry_router_lost_prefills_total", "Prefills that failed after their decode had begun"
+            ),
+            "alone": count(
+                "kvferry_router_decoded_alone_total",
+                "Requests sent to a decode node alone, because no prefill node could take them",
+            ),
+            "without offer": count(
+                "kvferry_router_without_handoff_total",
+                "Requests whose prompt the decode node computed again, because no KV cache was offered and it loaded none",
+            ),
+            "answer moved": count(
+                "kvferry_router_moved_answers_total",
+                "Streamed answers that another decode node went on with, after their own was lost",
+            ),
+            "answer stopped": count(
+                "kvferry_router_stopped_answers_total",
+                "Streamed answers that their draining node has stopped, so that another one goes on with them",
+            ),
+        }
 
-    def begin_stream(self, arrived_s: float) -> NotePiece:
-        """Return a function to call with each piece of one streamed answer.
+    def note_piece(self, way: Source, at_s: float, last_s: float | None) -> None:
+        """Note a piece of a streamed answer.
 
         Args:
-            arrived_s: When the request arrived, by `time.monotonic`.
+            way: Of the prompt's cache.
+            at_s: In seconds from the request's arrival.
+            last_s: Of the piece before; None: it is the first one.
         """
-        latest: float | None = None
-
-        def note_piece(way: Source) -> None:
-            nonlocal latest
-            now = time.monotonic()
-            if latest is None:
-                self._first_piece.labels(way).observe(now - arrived_s)
-                self._latencies["first"].note(now - arrived_s)
-            else:
-                self._inter_piece.observe(now - latest)
-                self._latencies["next"].note(now - latest)
-            latest = now
-
-        return note_piece
+        if last_s is None:
+            self._first_piece.labels(way).observe(at_s)
+            self._latencies["first"].note(at_s)
+        else:
+            self._inter_piece.observe(at_s - last_s)
+            self._latencies["next"].note(at_s - last_s)
 
     def latencies(self) -> dict[str, Any]:
         """Return percentiles of the last minutes as JSON: of the times to first token, and of those between

@@ -22,7 +22,7 @@ import kvferry
 
 from ..web.access import ApiKeys, has_key
 from ..web.errors import ApiError, bad_request
-from .timelines import RecentRequests
+from .records import RecentRequests
 
 #: What the page asks for. Unlike the page itself, the answers name nodes and requests.
 STATE_PATH: Final = "/page/state"

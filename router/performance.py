@@ -15,32 +15,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import aiohttp
 from aiohttp import web
 
 from ..connector.p2p.params import REFUSED_TO_CONTINUE, RELEASE_AS, draw_offer_name
-from ..connector.spans import PART, Span
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
 from ..web.sse import DONE, Event
-from ..web.tracing import NO_SPAN, current_span, traced_params
+from ..web.tracing import traced_params
 from . import exchange as does
 from .beginnings import Abilities, beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
 from .endings import choices_of, objection_to, says_engine_ended
-from .exchange import Action, Actions, Bookkeeping, Exchange, Fact, Offer
+from .exchange import Action, Actions, Bookkeeping, Exchange, Offer
 from .fleet import Fleet, Progress
-from .handoffs import NO_REASON, REMEDY, Handoffs, begun_of, params_of
+from .handoffs import Handoffs, begun_of, params_of
 from .membership import Role
-from .metrics import NotePiece, RouterMetrics
+from .metrics import RouterMetrics
 from .moves import signal_in
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
+from .observer import Observer
 from .reading import NodeAnswer
 from .sessions import NO_TURN, Sessions, Turn
 from .states import NodeState
-from .timelines import Timeline
 from .ways import Facts, Options, named_offer
 
 logger = logging.getLogger(__name__)
@@ -57,13 +56,6 @@ MOVE_S = 5.0
 NEXT_LOOK_S = 0.5
 #: After the decode node's answer has ended, wait this long for the end of the prefill node's.
 LAST_ANSWER_S = 0.5
-#: The facts that end a call of a node, whose phase another call has afterwards.
-LOST_CALLS: Final[Mapping[Fact, Role]] = {
-    "prefill lost": "prefill",
-    "decode lost": "decode",
-    "answer moved": "decode",
-    "answer stopped": "decode",
-}
 
 
 @dataclass
@@ -131,8 +123,7 @@ class Performance:
     """Follows one exchange from its beginning to its end.
 
     Args:
-        queue: The span until a node is called for the first time.
-        note_piece: Called with each piece of a stream that has arrived.
+        observer: Is told what happens.
         turn: Of the conversation that the request continues.
     """
 
@@ -141,17 +132,13 @@ class Performance:
         services: Services,
         exchange: Exchange,
         request: web.Request,
-        timeline: Timeline,
-        queue: Span = NO_SPAN,
-        note_piece: NotePiece = lambda way: None,
+        observer: Observer,
         turn: Turn = NO_TURN,
     ) -> None:
         self._services = services
         self._exchange = exchange
         self._request = request
-        self._timeline = timeline
-        self._queue = queue
-        self._note_piece = note_piece
+        self._observer = observer
         self._turn, self._prefill_url = turn, turn.prefill_url  # of the node that has most of the prompt
         self._progress = Progress(services.fleet, exchange.body)
         self._chosen: UpstreamNode | None = None  # to compute the prompt
@@ -201,9 +188,7 @@ class Performance:
             raise self._refusal
         response = self._stream if self._whole is None else self._whole
         assert response is not None, "an exchange ends with an answer or an error"
-        if exchange.failure is not None:
-            self._timeline.failed(exchange.failure.status, str(exchange.failure))
-        self._timeline.ended(response.status)
+        self._observer.ended(response.status, exchange.failure)
         return response
 
     def _take_results(self) -> None:
@@ -223,13 +208,8 @@ class Performance:
         self._progress.ended()
         if self._exchange.is_complete or self._whole is not None:
             status = 200 if self._whole is None else self._whole.status
-            self._timeline.decode_ended(status, self._exchange.tail)
-        if self._timeline.first_token_s is not None:
-            # What became of the placement's estimate, and what it was spent on, for `kvferry explain`.
-            current_span().set(ttft_s=self._timeline.first_token_s)
-            for part in self._timeline.first_token_parts():
-                also = ", ".join(part.includes)
-                current_span().note(PART, kind=part.kind, node=part.node, seconds=part.seconds, also=also)
+            self._observer.ended(status)
+        self._observer.closed()
 
     async def _follow(self, actions: Actions) -> None:
         await self._do_all(actions)
@@ -274,7 +254,7 @@ class Performance:
                 services.handoffs.settled(offer, decode, result)
             case does.Explained(offer, decode, error):
                 services.handoffs.explained(offer, decode, error)
-                current_span().note("handoff failed", reason=error or NO_REASON, remedy=REMEDY)
+                self._observer.handoff_failed(error)
             case does.Release(offer):
                 services.handoffs.release(services.session, exchange, offer)
             case does.EndPrefill():
@@ -282,7 +262,7 @@ class Performance:
             case does.EndDecode():
                 self._end("decode")
             case does.Note(fact, why):
-                self._say(fact, why)
+                self._observer.happened(fact, why)
 
     async def _do(self, action: Action) -> Actions:
         match action:
@@ -321,6 +301,8 @@ class Performance:
             self._progress.answer_ended()
         if role == "decode" and (answered := self._call) is not None:
             self._answer = self._call = None
+            if self._exchange.is_complete:
+                self._observer.decode_reported(self._exchange.tail)
             answered.close()
 
     def _gave_up(self, node: UpstreamNode, reason: str) -> None:
@@ -328,34 +310,6 @@ class Performance:
         if tried.get(node) is None:
             node.suspect()  # it may be stopping, which is no fault of it
             tried[node] = NodeGoneError(node, reason, may_eject=False)
-
-    def _say(self, fact: Fact, why: Exception | None) -> None:
-        metrics, request_id, node = self._services.metrics, self._exchange.request_id, self._exchange.decode
-        current_span().note(fact, reason=str(why or ""))
-        if (phase := LOST_CALLS.get(fact)) is not None:
-            self._timeline.call_lost(phase)
-        match fact:
-            case "prefill lost" | "decode lost":
-                role = fact.removesuffix(" lost")
-                logger.warning("%s: %s: %s", request_id, role, why)
-                metrics.retries.labels(role).inc()
-            case "prefill lost late":
-                logger.warning("%s: the prefill was lost after its decode had begun: %s", request_id, why)
-                metrics.lost_prefills.inc()
-            case "alone":
-                logger.info("%s: a decode node computes the prompt itself: %s", request_id, why)
-                metrics.decoded_alone.inc()
-            case "without offer" if node is not None:
-                logger.warning("%s: no KV cache was offered; %s computes the prompt", request_id, node.url)
-                metrics.without_handoff.inc()
-            case "answer moved":
-                beginning = self._exchange.beginning
-                num_tokens = 0 if beginning is None else beginning.num_tokens
-                logger.warning("%s: %s; another node goes on after %d tokens", request_id, why, num_tokens)
-                metrics.moved_answers.inc()
-            case "answer stopped" if node is not None:
-                logger.info("%s: %s has stopped the answer, for another node to go on", request_id, node.url)
-                metrics.stopped_answers.inc()
 
     # -- nodes ---------------------------------------------------------------------------------------
 
@@ -400,16 +354,14 @@ class Performance:
             return exchange.placed_at(decode)
         if (offer := named_offer(self._facts(*pair))) is None:
             return exchange.placed()
-        services.metrics.asked_both.inc()
+        self._observer.asks_both()
         return exchange.placed(offer, decode)
 
     def _say_placed(self) -> None:
         choice = self._progress.choice
         assert choice is not None, "it was just made"
         self._exchange.placement = str(choice)
-        self._timeline.placed(str(choice))
-        current_span().set(placement=str(choice))
-        self._services.metrics.placements.labels("local" if choice.is_local else "handover").inc()
+        self._observer.placed(choice)
 
     def _decodes(self) -> list[UpstreamNode]:
         """Return the nodes that can answer now."""
@@ -485,11 +437,10 @@ class Performance:
                     exchange.body,
                     wish=action.wish or {RELEASE_AS: name},
                 )
-                self._timeline.prefill_sent(node.url)
                 self._progress.prompt_asked(node.url)
                 with ExitStack() as stack:
                     try:
-                        answer = await self._ask(stack, "prefill_call", node, body)
+                        answer = await self._ask(stack, "prefill", node, body)
                     except (asyncio.CancelledError, NodeGoneError):
                         if not action.wish:  # otherwise the exchange knows the offer's name, and releases it
                             # Its answer may be on its way, and nothing reads it any more.
@@ -502,7 +453,7 @@ class Performance:
                     if objection := objection_to(answer.payload, answer.content):
                         raise NodeGoneError(node, objection, may_eject=False)
                     result = answer.content
-                    self._timeline.prefill_ended(result)
+                    self._observer.prefill_answered(result)
                     self._progress.prompt_ended(is_computed=True)
                 params = params_of(result)
                 if params is None and action.node is not None:
@@ -541,7 +492,6 @@ class Performance:
         move_as = draw_offer_name()
         if is_followed(exchange.body, exchange.path, abilities):
             body = followed_body(body, abilities, move_as)
-        self._timeline.decode_sent(node.url, is_alone=exchange.is_alone)
         if exchange.is_alone:
             self._progress.prompt_asked(node.url)
         if not exchange.is_stream:
@@ -550,7 +500,7 @@ class Performance:
             with ExitStack() as stack:
                 stack.enter_context(self._services.decode_pool.using(node, exchange.tried_decode))
                 path = None if action.after is None else action.after.path
-                answer = await self._ask(stack, "decode_call", node, body, path)
+                answer = await self._ask(stack, "decode", node, body, path)
                 if _is_for_another(answer):
                     raise _failed(node, answer)
                 _require_continued(node, answer)
@@ -564,7 +514,7 @@ class Performance:
         self, node: UpstreamNode, answer: NodeAnswer, abilities: Abilities, move_as: str
     ) -> Actions:
         self._end_mover()
-        self._timeline.decode_began(answer)
+        self._observer.decode_began(answer)
         if self._exchange.is_alone:
             # The time of a whole answer says little about its prompt.
             self._progress.prompt_ended(is_computed=answer.is_stream)
@@ -630,7 +580,7 @@ class Performance:
     async def _ask(
         self,
         stack: ExitStack,
-        name: str,
+        role: Role,
         node: UpstreamNode,
         body: Mapping[str, Any],
         path: str | None = None,
@@ -642,9 +592,7 @@ class Performance:
         Raises:
             NodeGoneError: The connection broke before that, or health checks found the node gone.
         """
-        self._queue.end()
-        span = stack.enter_context(current_span().child(name))
-        span.set(node=node.url)
+        span = stack.enter_context(self._observer.asks(role, node.url))
         if isinstance(params := body.get("kv_transfer_params"), Mapping):
             # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
             body = {**body, "kv_transfer_params": traced_params(params, span)}
@@ -665,8 +613,7 @@ class Performance:
         self._stream = stream
 
     async def _send(self, events: Sequence[Event]) -> None:
-        self._note_piece(self._exchange.source)
-        self._timeline.pieces_sent(len(events))
+        self._observer.sends(len(events))
         await self._write(events)
 
     async def _write(self, events: Sequence[Event]) -> None:
@@ -680,7 +627,7 @@ class Performance:
         await self._stream.write_eof()
 
     async def _fail(self, error: ApiError) -> None:
-        current_span().note("failed", reason=str(error))
+        self._observer.fails(error)
         if self._stream is None:
             self._refusal = error
         else:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ..connector.spans import PART, ServerSpans, SpanRecord
+from ..connector.spans import PART, PREFIX, ServerSpans, SpanRecord
 from ..transports.checked import Refused, json_of, record
 from .columns import columns
 
@@ -20,7 +20,7 @@ _TIMEOUT_S: Final = 5.0
 _VLLM_TIMEOUT_S: Final = 30.0
 #: Characters of a bar that is as long as the request.
 _BAR: Final = 24
-#: What the router calls the parts of the time until the first token (`router/timelines.py`), and what people
+#: What the router calls the parts of the time until the first token (`router/records.py`), and what people
 #: call them.
 _PARTS: Final = {
     "routing": "router",
@@ -329,5 +329,5 @@ def _words(known: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in known.items()
-        if key not in _NOT_SHOWN and value != "" and (key, value) != ("rank", 0)
+        if not (key in _NOT_SHOWN or key.startswith(PREFIX) or value == "" or (key, value) == ("rank", 0))
     ]

@@ -14,13 +14,20 @@ from typing import Any
 import pytest
 from aiohttp import ClientTimeout, web
 
-from kvferry.router.timelines import (
+from kvferry.connector.spans import Span
+from kvferry.router.exchange import Exchange
+from kvferry.router.handoffs import Handoffs
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.observer import Observer
+from kvferry.router.records import (
+    MAX_CALLS,
     MAX_ERROR_CHARS,
-    MAX_FORMER_CALLS,
     MAX_ID_CHARS,
     MAX_RECENT,
     RecentRequests,
-    Timeline,
+    RequestRecord,
+    View,
+    mark,
 )
 from kvferry.web.sse import Event
 from tests.support.fake_nodes import NodeHandler, let_rendezvous, routed
@@ -73,6 +80,31 @@ async def record(
     return dict(record)
 
 
+class Watched:
+    """A request whose facts a test tells."""
+
+    def __init__(self, **marks: float) -> None:
+        self.exchange = Exchange("/v1/completions", {}, {"X-Request-Id": "r7"})
+        self.record = RequestRecord("r7", "/v1/completions", Span("router", None))
+        mark(self.record.span, **marks)
+        self.observer = Observer(self.exchange, self.record, RouterMetrics(lambda: (), Handoffs()))
+
+    def asks_alone(self, node: str) -> None:
+        self.exchange.is_alone = True
+        self.observer.asks("decode", node)
+
+    def stream_begins(self) -> None:
+        self.observer.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    for name in ("monotonic", "time"):
+        monkeypatch.setattr(f"kvferry.connector.spans.time.{name}", lambda: now[0])
+    return now
+
+
 def check_parts(record: Mapping[str, Any]) -> None:
     """Check that the parts follow each other without a gap and add up to the whole time."""
     end_ms = 0.0
@@ -102,70 +134,65 @@ async def test_the_parts_of_a_request_add_up_to_its_time() -> None:
 
 @pytest.mark.parametrize("hop", ["nothing", "queue", "routing", "prefill", "exposed", "decode"])
 def test_a_delay_lengthens_the_part_in_which_it_is_until_the_first_token(
-    hop: str, monkeypatch: pytest.MonkeyPatch
+    hop: str, clock: list[float]
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr("kvferry.router.timelines.time.monotonic", lambda: now[0])
-
     def passes(kind: str, seconds: float) -> float:
         seconds += 0.5 if kind == hop else 0.0
-        now[0] += seconds
+        clock[0] += seconds
         return seconds
 
-    timeline = Timeline(arrived_s=100.0, admitted_s=100.0 + passes("queue", 0.25))
+    request = Watched()
+    mark(request.record.span, admitted_s=passes("queue", 0.25))
     passes("routing", 0.125)
-    timeline.prefill_sent("http://p")
+    request.observer.asks("prefill", "http://p")
     passes("prefill", 1.0)
-    timeline.prefill_ended({"metrics": {"queue_s": 0.0}})
-    timeline.decode_sent("http://d", is_alone=False)
+    request.observer.prefill_answered({"metrics": {"queue_s": 0.0}})
+    request.observer.asks("decode", "http://d")
     exposed_s = passes("exposed", 0.0625)
     passes("decode", 0.03125)
-    timeline.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
+    request.stream_begins()
     passes("after the first token", 7.0)
     transfer = {"seconds": exposed_s, "exposed_seconds": exposed_s}
     metrics = {"queue_s": 0.0, "num_loaded_tokens": 9, "transfer": transfer}
-    timeline.decode_ended(200, [Event.of({"metrics": metrics})])
+    request.observer.decode_reported([Event.of({"metrics": metrics})])
+    request.observer.ended(200)
     expected = {"queue": 0.25, "routing": 0.125, "prefill": 1.0, "exposed": 0.0625, "decode": 0.03125}
     expected |= {hop: expected[hop] + 0.5} if hop in expected else {}
-    parts = timeline.first_token_parts()
+    view = View(request.record)
+    parts = view.first_token_parts()
     assert {part.kind: part.seconds for part in parts} == expected
-    assert sum(part.seconds for part in parts) == timeline.first_token_s == sum(expected.values())
+    assert sum(part.seconds for part in parts) == view.first_token_s == sum(expected.values())
 
 
 class TestALostCall:
-    @pytest.fixture
-    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        now = [100.0]
-        monkeypatch.setattr("kvferry.router.timelines.time.monotonic", lambda: now[0])
-        return now
-
     def test_is_time_of_its_node(self, clock: list[float]) -> None:
-        timeline = Timeline(arrived_s=100.0)
-        timeline.prefill_sent("http://p")
+        request = Watched()
+        request.observer.asks("prefill", "http://p")
         clock[0] += 4.0
-        timeline.call_lost("prefill")
+        request.observer.happened("prefill lost", None)
         clock[0] += 0.5
-        timeline.decode_sent("http://d", is_alone=True)
+        request.asks_alone("http://d")
         clock[0] += 0.25
-        timeline.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
-        parts = [(part.kind, part.node, part.seconds) for part in timeline.first_token_parts()]
+        request.stream_begins()
+        parts = [(part.kind, part.node, part.seconds) for part in View(request.record).first_token_parts()]
         assert parts == [("lost", "http://p", 4.0), ("routing", "", 0.5), ("decode", "http://d", 0.25)]
 
     def test_keeps_the_first_token_that_the_client_has(self, clock: list[float]) -> None:
-        timeline = Timeline(arrived_s=100.0)
+        request = Watched()
         for node in ("http://a", "http://b"):
-            timeline.decode_sent(node, is_alone=True)
+            request.asks_alone(node)
             clock[0] += 1.0
-            timeline.decode_began(SimpleNamespace(is_stream=True))  # type: ignore[arg-type]
-            timeline.pieces_sent(1)
+            request.stream_begins()
+            request.observer.sends(1)
             clock[0] += 2.0
-            timeline.call_lost("decode")
+            request.observer.happened("decode lost", None)
             clock[0] += 0.5
-        timeline.ended(502)
-        assert timeline.first_token_s == 1.0
-        (first,) = timeline.first_token_parts()
+        request.observer.ended(502)
+        view = View(request.record)
+        assert view.first_token_s == 1.0
+        (first,) = view.first_token_parts()
         assert (first.kind, first.node, first.seconds) == ("decode", "http://a", 1.0)
-        parts = [(part.kind, part.node, part.seconds) for part in timeline.parts()]
+        parts = [(part.kind, part.node, part.seconds) for part in view.parts()]
         assert parts == [
             *(
                 ("decode", "http://a", 3.0),
@@ -176,16 +203,16 @@ class TestALostCall:
         ]
 
     def test_is_kept_while_there_are_few(self, clock: list[float]) -> None:
-        timeline = Timeline(arrived_s=100.0)
-        for number in range(MAX_FORMER_CALLS + 10):
-            timeline.decode_sent(f"http://{number}", is_alone=True)
+        request = Watched()
+        for number in range(MAX_CALLS + 10):
+            request.asks_alone(f"http://{number}")
             clock[0] += 1.0
-            timeline.call_lost("decode")
-        timeline.ended(502)
-        parts = timeline.parts()
+            request.observer.happened("decode lost", None)
+        request.observer.ended(502)
+        parts = View(request.record).parts()
         # The first one is the router's: the calls that are forgotten.
-        assert len(parts) == 1 + MAX_FORMER_CALLS
-        assert sum(part.seconds for part in parts) == MAX_FORMER_CALLS + 10
+        assert len(parts) == 1 + MAX_CALLS
+        assert sum(part.seconds for part in parts) == MAX_CALLS + 10
 
     async def test_is_the_nodes_also_behind_a_real_router(self) -> None:
         class Breaks(Node):
@@ -300,25 +327,20 @@ async def test_each_of_several_prompts_is_recorded() -> None:
         check_parts(one)
 
 
-def test_pieces_of_a_stream_are_counted_and_its_longest_pause_is_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("kvferry.router.timelines.time.monotonic", lambda: now_s)
-    timeline = Timeline()
+def test_pieces_of_a_stream_are_counted_and_its_longest_pause_is_shown(clock: list[float]) -> None:
+    request = Watched()
     for after_s, num in ((5.0, 1), (0.1, 1), (0.7, 3), (0.2, 1)):
-        now_s += after_s
-        timeline.pieces_sent(num)
-    report = timeline.report()
+        clock[0] += after_s
+        request.observer.sends(num)
+    report = View(request.record).report(1)
     # The five seconds before the first piece are no pause.
     assert (report["pieces"], report["longest_pause_ms"]) == (6, 700.0)
 
 
 def test_a_wait_for_a_turn_at_the_router_is_queue() -> None:
-    now = time.monotonic()
-    with RecentRequests().following("r7", "/v1/completions", now - 2.0, now - 0.5) as timeline:
-        timeline.ended(200)
-    (first, *_) = timeline.parts()
+    span = Span("router", None, at=time.time() - 2.0)
+    mark(span, admitted_s=1.5)
+    (first, *_) = View(RequestRecord("r7", "/v1/completions", span)).parts()
     assert (first.kind, first.node, first.seconds) == ("queue", "", pytest.approx(1.5))
 
 
@@ -345,8 +367,9 @@ async def test_a_request_in_flight_is_shown_and_so_is_a_client_that_left() -> No
 def test_a_bounded_number_of_requests_is_kept_and_each_is_reported_once() -> None:
     recent = RecentRequests()
     for number in range(MAX_RECENT + 10):
-        with recent.following(str(number), "/v1/completions") as timeline:
-            timeline.ended(200)
+        record = RequestRecord(str(number), "/v1/completions", Span("router", None))
+        with recent.following(record):
+            record.ended(200)
     whole = recent.report(0)
     assert [one["id"] for one in whole["finished"]] == [str(number) for number in range(10, MAX_RECENT + 10)]
     assert recent.report(whole["last"] - 2)["finished"] == whole["finished"][-2:]
