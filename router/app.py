@@ -112,7 +112,7 @@ class Router:
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         self._metrics.followed_nodes.set_function(lambda: self._follower.num_followed)
         services = self._services = Services(
-            *(prefill_pool, decode_pool, self._handoffs, self._metrics, options or Options()),
+            *(prefill_pool, decode_pool, self._handoffs, options or Options()),
             *(answer_timeout_s, decode_alone, fleet),
         )
         self._models = Models(services, passes_keys_on=passes_keys_on)
@@ -366,7 +366,7 @@ class Router:
             exchange = Exchange(path, body, headers, explain=explained_difference)
             record = RequestRecord(request_id, path, span)
             with self._recent.following(record):
-                observer = Observer(exchange, record, services.metrics, queue)
+                observer = Observer(exchange, record, self._metrics, queue)
                 return await Performance(services, exchange, request, observer, turn).run()
         merged = MergedAnswer(request, body, request_id)
 
@@ -376,7 +376,7 @@ class Router:
             with span.child("prompt", at=span.start) as own_span:
                 mark(own_span, admitted_s=admitted_s)
                 record = RequestRecord(exchange.request_id, path, own_span)
-                observer = Observer(exchange, record, services.metrics, queue, times_pieces=False)
+                observer = Observer(exchange, record, self._metrics, queue, times_pieces=False)
                 with self._recent.following(record):
                     return await Part(services, exchange, request, observer).of(merged, number).run()
 

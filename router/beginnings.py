@@ -18,6 +18,7 @@ from typing import Any
 
 from ..connector.p2p.params import CONTINUES, MOVE_AS
 from ..web.sse import Event, Filter
+from .states import Abilities
 
 COMPLETIONS = "/v1/completions"
 REPLACEMENT = "\ufffd"
@@ -25,27 +26,6 @@ _CREATED = re.compile(rb'("created":\s*)\d+')
 #: In a text the quotes would be escaped, so these are keys.
 _TOKEN_IDS = re.compile(rb'(,\s*)?"token_ids":\s*\[([\d,\s]*)\]')
 _PROMPT_TOKEN_IDS = re.compile(rb'"prompt_token_ids":\s*\[[\d,\s]*\]')
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """What a node can do with the beginning of an answer.
-
-    Attributes:
-        continues_answers: It goes on with answers of nodes with this digest of their model: they would have
-            chosen the same tokens for the same request. Empty: with those of none.
-        vllm_max_model_len: The longest sequence of a vLLM server, prompt and answer together. 0: it is none.
-        vllm_models: The names of its model. Those of adapters are not among them.
-        vllm_default_max_tokens: The server's limit on the tokens of an answer whose request has none. 0:
-            none.
-        vllm_most_tokens: Its limit on the tokens of any answer. 0: none.
-    """
-
-    continues_answers: str = ""
-    vllm_max_model_len: int = 0
-    vllm_models: frozenset[str] = frozenset()
-    vllm_default_max_tokens: int = 0
-    vllm_most_tokens: int = 0
 
 
 class OtherTokenError(Exception):

@@ -24,6 +24,7 @@ from ..web.sse import DONE, Event, Filter
 from .beginnings import Beginning, OtherTokenError, take_token_ids
 from .endings import Heard, says_engine_ended
 from .moves import Stop, stop_of
+from .ways import Offer
 
 if TYPE_CHECKING:
     from .nodes import Tried, UpstreamNode
@@ -82,22 +83,6 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.MOVING: frozenset({State.QUEUED, State.CONTINUING, State.ENDED}),
     State.ENDED: frozenset(),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The cache that a prefill node holds for a decode node, or a node that has stopped an answer for the one
-    that goes on with it.
-
-    Attributes:
-        params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router
-            made.
-        name: Of the rendezvous; empty: it is none, and the prompt is computed.
-    """
-
-    node: UpstreamNode
-    params: Mapping[str, Any]
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

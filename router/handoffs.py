@@ -15,10 +15,11 @@ import aiohttp
 from ..connector.p2p.params import MOVE
 from ..web.sse import Event
 from .endings import objection_to
-from .exchange import Begun, Exchange, Offer, Result, error_in, transfer_error
+from .exchange import Begun, Exchange, Result, error_in, transfer_error
 from .health import reason_of
 from .nodes import UpstreamNode
 from .reading import NodeAnswer, read_whole
+from .ways import Offer
 
 logger = logging.getLogger(__name__)
 

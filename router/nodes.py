@@ -19,12 +19,12 @@ import aiohttp
 
 from ..connector.p2p.params import DEFAULT_MAX_TOKENS, KV_EVENTS, MOST_TOKENS
 from ..web.errors import ApiError, bad_request
-from .beginnings import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, ROLES, Contributions, Role, server_name_of
 from .states import (
     FAILED_CHECKS_UNTIL_GONE,
     USABLE,
+    Abilities,
     EjectionRule,
     Health,
     NodeState,

@@ -26,21 +26,20 @@ from ..web.json_body import object_of
 from ..web.sse import DONE, Event
 from ..web.tracing import traced_params
 from . import exchange as does
-from .beginnings import Abilities, beginning_of, followed_body, is_followed
+from .beginnings import beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
 from .endings import choices_of, objection_to, says_engine_ended
-from .exchange import Action, Actions, Bookkeeping, Exchange, Offer
+from .exchange import Action, Actions, Bookkeeping, Exchange
 from .fleet import Fleet, Progress
 from .handoffs import Handoffs, begun_of, params_of
 from .membership import Role
-from .metrics import RouterMetrics
 from .moves import signal_in
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .observer import Observer
 from .reading import NodeAnswer
 from .sessions import NO_TURN, Sessions, Turn
-from .states import NodeState
-from .ways import Facts, Options, named_offer
+from .states import Abilities, NodeState
+from .ways import Facts, Offer, Options, named_offer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,6 @@ class Services:
     prefill_pool: NodePool
     decode_pool: NodePool
     handoffs: Handoffs
-    metrics: RouterMetrics
     options: Options
     answer_timeout_s: float
     decode_alone: DecodeAlone

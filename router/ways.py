@@ -6,12 +6,11 @@ This is decided in one table. `docs/router-design.md` has the same one. Pure: no
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..connector.p2p.params import draw_offer_name, rendezvous_params
-from .exchange import Offer
 
 if TYPE_CHECKING:
     from .nodes import UpstreamNode
@@ -55,6 +54,22 @@ class Facts:
     may_ask_both: bool = True
     prefill: UpstreamNode | None = None
     decode: UpstreamNode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The cache that a prefill node holds for a decode node, or a node that has stopped an answer for the one
+    that goes on with it.
+
+    Attributes:
+        params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router
+            made.
+        name: Of the rendezvous; empty: it is none, and the prompt is computed.
+    """
+
+    node: UpstreamNode
+    params: Mapping[str, Any]
+    name: str = ""
 
 
 class Row(NamedTuple):

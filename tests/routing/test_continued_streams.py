@@ -13,8 +13,9 @@ from tokenizers.decoders import DecodeStream
 
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.prove.models import byte_tokenizer
-from kvferry.router.beginnings import Abilities, StitchedBeginning, take_token_ids
+from kvferry.router.beginnings import StitchedBeginning, take_token_ids
 from kvferry.router.endings import Heard
+from kvferry.router.states import Abilities
 from kvferry.web.sse import Event, events_of
 
 TOKENIZERS: dict[str, Tokenizer] = {

@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.router import exchange as does
 from kvferry.router.endings import CUT, EMPTY, Heard, objection_to
-from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, Offer, State
-from kvferry.router.ways import TABLE, Facts, Options, Way, named_offer, way_of
+from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, State
+from kvferry.router.ways import TABLE, Facts, Offer, Options, Way, named_offer, way_of
 from kvferry.web.errors import ApiError
 from kvferry.web.json_body import object_of
 from kvferry.web.sse import DONE, Event

@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import OtherTokenError
-from kvferry.router.exchange import MAX_LOST, Action, Begun, Exchange, Offer, State
+from kvferry.router.exchange import MAX_LOST, Action, Begun, Exchange, State
+from kvferry.router.ways import Offer
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 

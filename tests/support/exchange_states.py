@@ -23,7 +23,8 @@ from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TextIO
 
-from kvferry.router.exchange import Action, Begun, Exchange, Offer
+from kvferry.router.exchange import Action, Begun, Exchange
+from kvferry.router.ways import Offer
 from kvferry.web.sse import Event
 
 from .exchange_simulator import Node, PromiseBrokenError, Schedule, Setup, T

@@ -15,12 +15,12 @@ from kvferry.connector.p2p.params import MOVE, rendezvous_params
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import COMPLETIONS, beginning_of, followed_body, is_followed
 from kvferry.router.bodies import decode_body, prefill_body
-from kvferry.router.exchange import Action, Actions, Begun, Exchange, Offer, State
+from kvferry.router.exchange import Action, Actions, Begun, Exchange, State
 from kvferry.router.fleet import Fleet, Progress
 from kvferry.router.handoffs import params_of
 from kvferry.router.performance import LAST_ANSWER_S, NEXT_LOOK_S
 from kvferry.router.placement import Limits
-from kvferry.router.ways import Facts, Options, Way, way_of
+from kvferry.router.ways import Facts, Offer, Options, Way, way_of
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 
