@@ -14,7 +14,7 @@ import urllib.parse
 from contextlib import ExitStack
 from typing import Final, Protocol
 
-from kvferry.web.files import text_of
+from kvferry.router.http.files import text_of
 
 from .errors import CommandError, UsageError
 

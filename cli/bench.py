@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.lab.moving.paths import PATHS
 from kvferry.lab.versions import versions
-from kvferry.web.columns import columns
+from kvferry.router.seen.columns import columns
 
 from .doctor import (
     add_path_options,

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.web.files import text_of
+from kvferry.router.http.files import text_of
 
 from .errors import UsageError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.lab.moving.paths import PATHS, Path, path_of, towards
 from kvferry.lab.versions import versions
-from kvferry.web.columns import columns
+from kvferry.router.seen.columns import columns
 
 from .errors import FAILED, OK, CommandError, UsageError
 from .output import add_json, print_json, say

@@ -12,7 +12,7 @@ from .errors import FAILED, OK, CommandError, UsageError
 from .output import add_json, print_json, say
 
 if TYPE_CHECKING:
-    from kvferry.web.explain import Told
+    from kvferry.router.seen.explain import Told
 
 _DESCRIPTION: Final = """\
 Tell what the router and each node did for one request and when: its calls, offers, claims, reads and guards, what moved its KV
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"request": arguments.request, "servers": [dataclasses.asdict(server) for server in told]})
     else:
-        from kvferry.web.explain import tell
+        from kvferry.router.seen.explain import tell
 
         say(*tell(arguments.request, told))
     return OK if found else FAILED
@@ -66,7 +66,7 @@ def ask(request: str, urls: Sequence[str], get: Get = fetch, get_admin: Get | No
         get_admin: The same for admin endpoints. None: `get`.
     """
     # Not above, because it brings NumPy, which most commands do not need.
-    from kvferry.web import explain
+    from kvferry.router.seen import explain
 
     def answered(asking: explain.Asking[T]) -> T:
         try:

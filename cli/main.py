@@ -9,7 +9,7 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from kvferry.web.columns import columns
+from kvferry.router.seen.columns import columns
 
 from . import bench, config_file, doctor, explain, version
 from .errors import OK, CommandError

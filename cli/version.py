@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kvferry.lab.versions import versions
-from kvferry.web.columns import columns
+from kvferry.router.seen.columns import columns
 
 from .errors import OK
 from .output import add_json, print_json

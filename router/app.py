@@ -15,36 +15,36 @@ from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler
 
 from ..connector.spans import RecentSpans
-from ..web.access import ApiKeys, NodeAccess
-from ..web.admin import admin_application
-from ..web.api_pages import add_api_pages
-from ..web.connections import is_overloaded, slot_of
-from ..web.errors import CLIENT_LEFT, answered_status, error_middleware
-from ..web.json_body import MAX_BODY_BYTES, read_json
-from ..web.recent_spans import span_routes
-from ..web.serving import close_connections_while
-from ..web.tracing import current_span, name_request, observed
-from .accounts import Accounts
-from .admin import node_routes
-from .bodies import check_body, headers_of, prompts_of
-from .exchange import Exchange
-from .fleet import Fleet, Mode
-from .handoffs import Handoffs
-from .kv_events import EventFollower, Follow
-from .membership import Role
-from .metrics import RouterMetrics
-from .models import Models
-from .nodes import RETRY_AFTER_S, NodePool, NoNodeError, UpstreamNode, check_model
-from .observer import Observer
-from .page import Page
-from .performance import DecodeAlone, Performance, Services, explained_difference
-from .placement import Limits
-from .reading import node_session, refuse_no_answers
-from .records import RecentRequests, RequestRecord, mark
-from .several import MergedAnswer, Part
-from .sources import NodeSource
-from .states import NodeState
-from .ways import Options
+from .answer.bodies import check_body, headers_of, prompts_of
+from .answer.exchange import Exchange
+from .answer.handoffs import Handoffs
+from .answer.models import Models
+from .answer.performance import DecodeAlone, Performance, Services, explained_difference
+from .answer.several import MergedAnswer, Part
+from .choice.fleet import Fleet, Mode
+from .choice.kv_events import EventFollower, Follow
+from .choice.placement import Limits
+from .choice.ways import Options
+from .http.access import ApiKeys, NodeAccess
+from .http.admin import admin_application
+from .http.api_pages import add_api_pages
+from .http.connections import is_overloaded, slot_of
+from .http.errors import CLIENT_LEFT, answered_status, error_middleware
+from .http.json_body import MAX_BODY_BYTES, read_json
+from .http.recent_spans import span_routes
+from .http.serving import close_connections_while
+from .http.tracing import current_span, name_request, observed
+from .nodes.admin import node_routes
+from .nodes.membership import Role
+from .nodes.pool import RETRY_AFTER_S, NodePool, NoNodeError, UpstreamNode, check_model
+from .nodes.reading import node_session, refuse_no_answers
+from .nodes.sources import NodeSource
+from .nodes.states import NodeState
+from .seen.accounts import Accounts
+from .seen.metrics import RouterMetrics
+from .seen.observer import Observer
+from .seen.page import Page
+from .seen.records import RecentRequests, RequestRecord, mark
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,18 @@ from typing import get_args
 from yarl import URL
 
 from ..transports.errors import ConfigurationError
-from ..web.access import OPEN_PATHS, Access, NodeAccess, add_node_access_arguments, node_access_of
-from ..web.admin import Admin, add_admin_arguments, admin_of, serving_admin
-from ..web.connections import ConnectionLimits
-from ..web.launcher_link import Link, open_link
-from ..web.logs import set_up_logging
-from ..web.serving import (
+from .answer.performance import DecodeAlone
+from .app import Router
+from .choice.fleet import Mode
+from .choice.kv_events import Follow
+from .choice.placement import Limits
+from .choice.ways import Options
+from .http.access import OPEN_PATHS, Access, NodeAccess, add_node_access_arguments, node_access_of
+from .http.admin import Admin, add_admin_arguments, admin_of, serving_admin
+from .http.connections import ConnectionLimits
+from .http.launcher_link import Link, open_link
+from .http.logs import set_up_logging
+from .http.serving import (
     StartupError,
     StopRequest,
     add_drain_arguments,
@@ -32,18 +38,12 @@ from ..web.serving import (
     serving,
     steer_to_newest,
 )
-from ..web.tracing import set_up_tracing
-from .app import Router
-from .fleet import Mode
-from .kv_events import Follow
-from .membership import ROLES, DnsTarget, parse_target
-from .nodes import NodePool
-from .page import EXPLAIN_PATH
-from .performance import DecodeAlone
-from .placement import Limits
-from .sources import DnsName, LookUpError, NodesFile, NodeSource
-from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
-from .ways import Options
+from .http.tracing import set_up_tracing
+from .nodes.membership import ROLES, DnsTarget, parse_target
+from .nodes.pool import NodePool
+from .nodes.sources import DnsName, LookUpError, NodesFile, NodeSource
+from .nodes.states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
+from .seen.page import EXPLAIN_PATH
 
 DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.

@@ -58,7 +58,7 @@ from kvferry.lab.plan.costs import Costs, read_costs, write_costs
 from kvferry.lab.plan.loads import Conversation, Turn, read_trace_file, sizes
 from kvferry.lab.plan.measuring import measure
 from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, LaunchError, free_port, start_vllm
-from kvferry.web.access import NodeAccess
+from kvferry.router.http.access import NodeAccess
 
 from .fleet_figures import (
     FACTORS,

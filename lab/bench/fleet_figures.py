@@ -18,8 +18,8 @@ from kvferry.lab.load import line, markdown, percentile
 from kvferry.lab.plan.costs import Costs
 from kvferry.lab.plan.loads import Conversation, Turn, arrivals_of, sizes
 from kvferry.lab.plan.simulation import FleetSimulation, fixed_roles, least_load
-from kvferry.router.fleet import Fleet
-from kvferry.router.placement import Limits
+from kvferry.router.choice.fleet import Fleet
+from kvferry.router.choice.placement import Limits
 
 #: The multiples of an idle node's figures for which goodput is printed.
 FACTORS = (2.0, 3.0, 5.0, 10.0)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from ...web.files import text_of
-from ...web.serving import StartupError
+from ...router.http.files import text_of
+from ...router.http.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL
 from ..node.cli import configure as configure_node
 from ..node.options import DEFAULT_CONNECTOR, add_option, connector_options, words_of

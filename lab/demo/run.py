@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from ...router.http.serving import EXIT_BAD_START, StartupError
 from ...transports.errors import ConfigurationError
-from ...web.serving import EXIT_BAD_START, StartupError
 from ..client import Answer, ask
 from ..engine.default_model import default_model_folder
 from ..engine.progress import Elapsed

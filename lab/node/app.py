@@ -18,11 +18,11 @@ from ...connector.errors import ConnectorError
 from ...connector.p2p.params import CONTINUES, KV_EVENTS, MOVE
 from ...connector.spans import RecentSpans
 from ...connector.stats import KVConnectorStats
-from ...web.access import HAS_KEY
-from ...web.admin import admin_application
-from ...web.api_pages import add_api_pages
-from ...web.connections import is_overloaded, slot_of
-from ...web.errors import (
+from ...router.http.access import HAS_KEY
+from ...router.http.admin import admin_application
+from ...router.http.api_pages import add_api_pages
+from ...router.http.connections import is_overloaded, slot_of
+from ...router.http.errors import (
     RETRY_AFTER_S,
     ApiError,
     bad_request,
@@ -30,10 +30,10 @@ from ...web.errors import (
     note_answered,
     unavailable,
 )
-from ...web.json_body import MAX_BODY_BYTES, read_json
-from ...web.recent_spans import span_routes
-from ...web.serving import close_connections_while
-from ...web.tracing import current_span, name_request, observed, span_of_work, traced_params
+from ...router.http.json_body import MAX_BODY_BYTES, read_json
+from ...router.http.recent_spans import span_routes
+from ...router.http.serving import close_connections_while
+from ...router.http.tracing import current_span, name_request, observed, span_of_work, traced_params
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, RequestOutput

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...connector.config import KVRole, KVTransferConfig
-from ...transports.checked import Refused, json_of, shown
-from ...transports.errors import ConfigurationError
-from ...transports.registry import BUILT_IN
-from ...web.access import Access
-from ...web.admin import Admin, add_admin_arguments, admin_of
-from ...web.connections import ConnectionLimits
-from ...web.logs import LogFormat
-from ...web.serving import (
+from ...router.http.access import Access
+from ...router.http.admin import Admin, add_admin_arguments, admin_of
+from ...router.http.connections import ConnectionLimits
+from ...router.http.logs import LogFormat
+from ...router.http.serving import (
     StartupError,
     add_drain_arguments,
     add_serving_arguments,
     checked_access,
     limits_of,
 )
+from ...transports.checked import Refused, json_of, shown
+from ...transports.errors import ConfigurationError
+from ...transports.registry import BUILT_IN
 from ..engine.settings import EngineSettings
 from .options import DEFAULT_CONNECTOR, add_option, connector_options
 

@@ -14,9 +14,9 @@ import threading
 import time
 from typing import Any
 
-from ...web.admin import serving_admin
-from ...web.launcher_link import Link
-from ...web.serving import (
+from ...router.http.admin import serving_admin
+from ...router.http.launcher_link import Link
+from ...router.http.serving import (
     SHUTDOWN_DEADLINE_S,
     BrokenError,
     StartupError,

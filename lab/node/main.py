@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from ...connector.config import KVTransferConfig
 from ...connector.factory import KVConnectorFactory
+from ...router.http.launcher_link import open_link
+from ...router.http.logs import set_up_logging
+from ...router.http.serving import BrokenError, StartupError, bind, exit_status_of
+from ...router.http.tracing import set_up_tracing
 from ...transports.errors import KVTransferError
-from ...web.launcher_link import open_link
-from ...web.logs import set_up_logging
-from ...web.serving import BrokenError, StartupError, bind, exit_status_of
-from ...web.tracing import set_up_tracing
 from .cli import NodeOptions, options_of, parse_arguments
 
 

@@ -1,7 +1,7 @@
 """Read the JSON bodies of OpenAI's API into frozen types.
 
-The list of fields is closed. A field is served (`web/api_pages.py` lists these), or it cannot change an
-answer, or it is refused unless its value asks for nothing.
+The list of fields is closed. A field is served (`router/http/api_pages.py` lists these), or it cannot change
+an answer, or it is refused unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...connector.p2p.params import CONTINUES, MOVE_AS
-from ...web.api_pages import fields_of
-from ...web.errors import bad_request
-from ...web.fields import Fields
+from ...router.http.api_pages import fields_of
+from ...router.http.errors import bad_request
+from ...router.http.fields import Fields
 from ..engine.types import MAX_LOGPROBS, SamplingParams
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+from ...router.http.serving import StartupError
 from ...transports.checked import Refused, json_of
-from ...web.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL, DTYPES, Layout
 
 DEFAULT_CONNECTOR = "shm"

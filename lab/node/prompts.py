@@ -13,8 +13,8 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...web.errors import bad_request, unavailable
-from ...web.serving import SHUTDOWN_DEADLINE_S, leave_now
+from ...router.http.errors import bad_request, unavailable
+from ...router.http.serving import SHUTDOWN_DEADLINE_S, leave_now
 from ..engine.errors import PromptTooLongError
 from .openai_request import ChatPrompt, Prompt
 

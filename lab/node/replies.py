@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...web.errors import ApiError
+from ...router.http.errors import ApiError
 from ..engine.types import Logprobs, RequestMetrics, RequestOutput
 
 #: How a connector's load of the request's KV cache ended. Routers count this header, so they need not parse

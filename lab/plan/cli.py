@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...web.access import NODE_KEY_VARIABLE
+from ...router.http.access import NODE_KEY_VARIABLE
 from .search import WAYS
 
 DESCRIPTION = """\

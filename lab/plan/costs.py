@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ...router.http.files import text_of
 from ...transports.checked import Refused, json_of, shown
 from ...transports.errors import ConfigurationError
-from ...web.files import text_of
 
 #: A file of costs is a few hundred bytes.
 MAX_BYTES = 1 << 16

@@ -10,7 +10,7 @@ from typing import Annotated, BinaryIO, Final
 
 import xxhash
 
-from ...router.prefixes import PIECE_TOKENS
+from ...router.choice.prefixes import PIECE_TOKENS
 from ...transports.checked import Refused, integer, integers, json_of, record, refuse, shown
 from ...transports.errors import ConfigurationError
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 from html import escape
 from typing import Final
 
-from ...router.placement import Limits
+from ...router.choice.placement import Limits
+from ...router.http.access import node_access_of
 from ...transports.checked import printable
 from ...transports.errors import ConfigurationError
-from ...web.access import node_access_of
 from ..load import percentile
 from .costs import Costs, read_costs, write_costs
 from .loads import Arrival, arrivals_of, read_trace_file

@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from ...router.bodies import DO_REMOTE_DECODE
-from ...router.reading import node_session
+from ...router.answer.bodies import DO_REMOTE_DECODE
+from ...router.http.access import NodeAccess
+from ...router.nodes.reading import node_session
 from ...transports.checked import Refused, json_of
-from ...web.access import NodeAccess
 from ..client import Answer, ask, pool_of
 from .costs import Costs
 

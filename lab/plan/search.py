@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from ...router.fleet import Fleet
-from ...router.placement import Limits
-from ...router.prefixes import PIECE_TOKENS
+from ...router.choice.fleet import Fleet
+from ...router.choice.placement import Limits
+from ...router.choice.prefixes import PIECE_TOKENS
 from .costs import Costs
 from .loads import Arrival
 from .simulation import FleetSimulation, Outcome, Way, fixed_roles, least_load

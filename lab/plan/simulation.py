@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...router.fleet import Fleet, Progress
-from ...router.prefixes import PIECE_TOKENS
+from ...router.choice.fleet import Fleet, Progress
+from ...router.choice.prefixes import PIECE_TOKENS
 from .costs import Costs
 from .loads import Arrival
 

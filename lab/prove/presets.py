@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from kvferry.router.http.files import text_of
 from kvferry.transports.checked import Refused, json_of
 from kvferry.transports.errors import ConfigurationError
-from kvferry.web.files import text_of
 
 SIDES: Final = ("prefill", "decode", "stranger")
 #: The servers that the options name. `alone` has no connector.

@@ -24,7 +24,7 @@ from kvferry.connector.spans import (
 )
 from kvferry.lab.engine.types import GenerationRequest, RequestMetrics, RequestOutput
 from kvferry.lab.node.phases import Phases
-from kvferry.web.explain import Told, tell
+from kvferry.router.seen.explain import Told, tell
 
 METRICS = RequestMetrics(8, 1, 0, 7, 0, 0.25, None)
 REQUEST = GenerationRequest("cmpl-x-12345678", (1, 2), kv_transfer_params={"do_remote_prefill": True})

@@ -11,7 +11,7 @@ from kvferry.lab.demo.cli import parse_arguments
 from kvferry.lab.demo.report import Way
 from kvferry.lab.node.openai_request import parse_completion
 from kvferry.lab.servers import Launcher, LaunchError
-from kvferry.web.errors import ApiError
+from kvferry.router.http.errors import ApiError
 
 DO_REMOTE_DECODE = {"do_remote_decode": True}
 

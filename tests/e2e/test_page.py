@@ -20,7 +20,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.lab.servers import LaunchedProcess, Launcher, Spawn
-from kvferry.router.page import content_security_policy
+from kvferry.router.seen.page import content_security_policy
 from tests.e2e.conftest import START_TIMEOUT_S
 from tests.support.browser import chromium, find_chromium
 from tests.support.client import Client
@@ -327,7 +327,7 @@ def made_up_state(nodes: Sequence[Mapping[str, Any]], *requests: Mapping[str, An
 @contextmanager
 def showing(browser: Browser, state: Mapping[str, Any], **options: Any) -> Iterator[Page]:
     """Open the page of a router that says `state`, and explains each request in long lines."""
-    html = (files("kvferry.router") / "page.html").read_text(encoding="utf-8")
+    html = (files("kvferry.router.seen") / "page.html").read_text(encoding="utf-8")
     explained = {"lines": ["request r7", "", *[LONG_LINE] * 30]}
 
     def answer(route: Route) -> None:

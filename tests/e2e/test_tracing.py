@@ -120,8 +120,8 @@ def test_one_request_is_one_trace_and_its_logs_name_it(
 def test_an_endpoint_without_opentelemetry_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from kvferry.web import tracing
-    from kvferry.web.serving import StartupError
+    from kvferry.router.http import tracing
+    from kvferry.router.http.serving import StartupError
 
     monkeypatch.setattr(tracing, "_NEEDED", ("opentelemetry_is_not.installed",))
     # This is undone afterwards, whatever the call sets.

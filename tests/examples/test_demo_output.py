@@ -24,7 +24,7 @@ from kvferry.lab.demo.report import (
 from kvferry.lab.engine import progress
 from kvferry.lab.engine.progress import Elapsed
 from kvferry.lab.servers import KVFERRY
-from kvferry.web.serving import StartupError
+from kvferry.router.http.serving import StartupError
 from tests.support.client import wait_until
 
 TRANSFER = {"num_bytes": 4096, "seconds": 0.1, "num_blocks": 3, "num_regions": 2, "transport": "shm"}

@@ -12,9 +12,9 @@ import pytest
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.lab.engine.types import EngineStats, EngineTotals, RequestMetrics, RequestOutput
 from kvferry.lab.node.metrics import MeasuredRequest, NodeMetrics
-from kvferry.router.handoffs import Handoffs
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.nodes import UpstreamNode
+from kvferry.router.answer.handoffs import Handoffs
+from kvferry.router.nodes.pool import UpstreamNode
+from kvferry.router.seen.metrics import RouterMetrics
 from tests.support.metrics_page import assert_promtool_is_content, declared, with_rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "observing.md"

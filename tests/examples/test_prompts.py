@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from kvferry.lab.engine.errors import PromptTooLongError
 from kvferry.lab.node.openai_request import ChatPrompt, Message, parse_completion
 from kvferry.lab.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
-from kvferry.web.errors import ApiError
+from kvferry.router.http.errors import ApiError
 from tests.support.patience import DEADLINE_S, until
 
 LONGEST = 100

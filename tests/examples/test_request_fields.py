@@ -18,8 +18,8 @@ from kvferry.lab.node.openai_request import (
     parse_chat,
     parse_completion,
 )
-from kvferry.web.api_pages import fields_of
-from kvferry.web.errors import ApiError
+from kvferry.router.http.api_pages import fields_of
+from kvferry.router.http.errors import ApiError
 from tests.support.deployments import ROOT
 
 COMPLETION = "/v1/completions", parse_completion, {"prompt": "a"}

@@ -12,10 +12,10 @@ from tests.support.zygote import EXAMPLES
 
 PROGRAM = """
 import logging, sys
-from kvferry.web.serving import BrokenError, StartupError, exit_status_of, leave_now, say
+from kvferry.router.http.serving import BrokenError, StartupError, exit_status_of, leave_now, say
 
 def run():
-    from kvferry.web.logs import set_up_logging
+    from kvferry.router.http.logs import set_up_logging
 
     set_up_logging("info", "test")
     say("ready")
@@ -66,7 +66,7 @@ def test_output_that_can_be_written_is_complete(end: str) -> None:
 def test_a_program_may_open_as_many_files_as_its_hard_limit_allows() -> None:
     program = (
         "import resource\n"
-        "from kvferry.web.serving import exit_status_of\n"
+        "from kvferry.router.http.serving import exit_status_of\n"
         "exit_status_of('serve.py', lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
     )
     limited = ("sh", "-c", 'ulimit -S -n 300 && ulimit -H -n 700 && exec "$@"', "sh")

@@ -20,7 +20,11 @@ from kvferry.connector.handoff import messages
 from kvferry.connector.p2p.params import parse_transfer_params
 from kvferry.lab.engine.errors import InvalidRequestError
 from kvferry.lab.node.openai_request import parse_chat, parse_completion
-from kvferry.router import kv_events, membership
+from kvferry.router.choice import kv_events
+from kvferry.router.http.errors import ApiError
+from kvferry.router.http.json_body import parse_json
+from kvferry.router.http.sse import Splitter
+from kvferry.router.nodes import membership
 from kvferry.transports.errors import KVTransferError
 from kvferry.transports.nixl import wire as nixl
 from kvferry.transports.shm import hello as shm
@@ -28,9 +32,6 @@ from kvferry.transports.sums import sum_of
 from kvferry.transports.tcp import wire as tcp
 from kvferry.transports.ucx import wire as ucx
 from kvferry.transports.zeromq import wire as zeromq
-from kvferry.web.errors import ApiError
-from kvferry.web.json_body import parse_json
-from kvferry.web.sse import Splitter
 
 CORPUS = Path(__file__).parent / "corpus"
 MAX_EVENT_BYTES = 1 << 12

@@ -36,7 +36,7 @@ from kvferry.cli.main import commands_of, make_parser
 from kvferry.cli.programs import PROGRAMS
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.p2p.options import ConnectorOptions
-from kvferry.router.membership import parse_nodes
+from kvferry.router.nodes.membership import parse_nodes
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import BUILT_IN, check_options, load_transport
 

@@ -25,7 +25,6 @@ PACKAGES = {
     "router": ROOT / "router",
     "runner_mixin": ROOT / "runner_mixin",
     "transports": ROOT / "transports",
-    "web": ROOT / "web",
 }
 
 

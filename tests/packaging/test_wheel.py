@@ -85,7 +85,7 @@ def test_wheel_contents(wheel: Path) -> None:
         assert sources
         assert {f"kvferry/{source}" for source in sources} <= names
         assert f"kvferry/{package}/py.typed" in names
-    assert {"kvferry/transports/_native.abi3.so", "kvferry/router/page.html"} <= names
+    assert {"kvferry/transports/_native.abi3.so", "kvferry/router/seen/page.html"} <= names
     assert "-cp311-abi3-" in wheel.name
     assert not any(name.startswith(("examples/", "tests/")) or name.endswith(".c") for name in names)
 

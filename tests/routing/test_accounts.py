@@ -16,12 +16,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvferry.connector.spans import RecentSpans, ServerSpans, SpanRecord
-from kvferry.router.accounts import Accounts
-from kvferry.router.reading import node_session, refuse_no_answers
+from kvferry.router.http.access import ClientTls, NodeAccess, OwnKey
+from kvferry.router.http.admin import admin_application
+from kvferry.router.http.recent_spans import span_routes
+from kvferry.router.nodes.reading import node_session, refuse_no_answers
+from kvferry.router.seen.accounts import Accounts
 from kvferry.transports.testing.certificates import Authority
-from kvferry.web.access import ClientTls, NodeAccess, OwnKey
-from kvferry.web.admin import admin_application
-from kvferry.web.recent_spans import span_routes
 from tests.support.fake_nodes import routed, serving
 from tests.support.patience import DEADLINE_S
 

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
+from kvferry.router.answer.performance import Performance
 from kvferry.router.app import Router
-from kvferry.router.performance import Performance
 from tests.support.fake_nodes import let_rendezvous, routed
 from tests.support.patience import DEADLINE_S, until
 

@@ -13,10 +13,10 @@ from tokenizers.decoders import DecodeStream
 
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.prove.models import byte_tokenizer
-from kvferry.router.beginnings import StitchedBeginning, take_token_ids
-from kvferry.router.endings import Heard
-from kvferry.router.states import Abilities
-from kvferry.web.sse import Event, events_of
+from kvferry.router.answer.beginnings import StitchedBeginning, take_token_ids
+from kvferry.router.answer.endings import Heard
+from kvferry.router.http.sse import Event, events_of
+from kvferry.router.nodes.states import Abilities
 
 TOKENIZERS: dict[str, Tokenizer] = {
     "bytes": byte_tokenizer().backend_tokenizer,

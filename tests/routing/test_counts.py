@@ -15,11 +15,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from kvferry.connector.spans import PART, RecentSpans, SpanRecord
+from kvferry.router.answer.handoffs import NO_REASON
 from kvferry.router.app import Router
-from kvferry.router.handoffs import NO_REASON
-from kvferry.router.nodes import NodePool
-from kvferry.web.errors import note_answered
-from kvferry.web.tracing import observed
+from kvferry.router.http.errors import note_answered
+from kvferry.router.http.tracing import observed
+from kvferry.router.nodes.pool import NodePool
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S, until
 

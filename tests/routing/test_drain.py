@@ -20,8 +20,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvferry.router.http.launcher_link import LAUNCHER_VARIABLE
 from kvferry.router.main import configure, drain_timeout_s, main
-from kvferry.web.launcher_link import LAUNCHER_VARIABLE
 from tests.support.fake_nodes import serving
 from tests.support.patience import DEADLINE_S
 

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.p2p.params import STOPPED_TO_MOVE
-from kvferry.router.beginnings import COMPLETIONS, beginning_of
-from kvferry.router.moves import stop_of
-from kvferry.router.performance import MAX_MOVES
-from kvferry.router.states import Abilities
-from kvferry.web.sse import Event
+from kvferry.router.answer.beginnings import COMPLETIONS, beginning_of
+from kvferry.router.answer.moves import stop_of
+from kvferry.router.answer.performance import MAX_MOVES
+from kvferry.router.http.sse import Event
+from kvferry.router.nodes.states import Abilities
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S, until
 

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ServerDisconnectedError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvferry.web.errors import error_middleware
+from kvferry.router.http.errors import error_middleware
 
 
 async def leave_in_the_middle(request: web.Request) -> web.StreamResponse:

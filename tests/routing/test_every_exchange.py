@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.exchange import Exchange, State
+from kvferry.router.answer.exchange import Exchange, State
 from tests.support.exchange_states import LARGE, SMALL, Bound, Counterexample, explore_every
 
 from .test_exchange import BUGS

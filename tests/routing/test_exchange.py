@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.router import exchange as does
-from kvferry.router.endings import CUT, EMPTY, Heard, objection_to
-from kvferry.router.exchange import TRANSITIONS, Actions, Exchange, State
-from kvferry.router.ways import TABLE, Facts, Offer, Options, Way, named_offer, way_of
-from kvferry.web.errors import ApiError
-from kvferry.web.json_body import object_of
-from kvferry.web.sse import DONE, Event
+from kvferry.router.answer import exchange as does
+from kvferry.router.answer.endings import CUT, EMPTY, Heard, objection_to
+from kvferry.router.answer.exchange import TRANSITIONS, Actions, Exchange, State
+from kvferry.router.choice.ways import TABLE, Facts, Offer, Options, Way, named_offer, way_of
+from kvferry.router.http.errors import ApiError
+from kvferry.router.http.json_body import object_of
+from kvferry.router.http.sse import DONE, Event
 from tests.support.exchange_simulator import Node, PromiseBrokenError, Told, explore
 from tests.support.fake_nodes import PLACE
 

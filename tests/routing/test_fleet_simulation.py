@@ -16,7 +16,7 @@ from kvferry.lab.bench.fleet_figures import LOADS, Unloaded, paced
 from kvferry.lab.plan.costs import Costs
 from kvferry.lab.plan.loads import Arrival, arrivals_of
 from kvferry.lab.plan.simulation import Chosen, FleetSimulation, Outcome, fixed_roles, least_load
-from kvferry.router.placement import Limits
+from kvferry.router.choice.placement import Limits
 from tests.support.fleet_simulator import SharedFleet, best_known, fixed_ways, goodput, routed
 
 CPU = Costs()

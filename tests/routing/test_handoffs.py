@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from kvferry.router.handoffs import RESULTS
+from kvferry.router.answer.handoffs import RESULTS
 from tests.support.fake_nodes import let_rendezvous, routed
 from tests.support.patience import DEADLINE_S, until
 

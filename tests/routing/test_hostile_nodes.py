@@ -15,12 +15,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvferry.router.exchange import Exchange
-from kvferry.router.health import MAX_HEALTH_BYTES, Prober, ask_health
-from kvferry.router.reading import MAX_ANSWER_BYTES, refuse_no_answers
-from kvferry.router.states import Health, NodeState
-from kvferry.web.json_body import MAX_VALUES, object_of
-from kvferry.web.sse import Event
+from kvferry.router.answer.exchange import Exchange
+from kvferry.router.http.json_body import MAX_VALUES, object_of
+from kvferry.router.http.sse import Event
+from kvferry.router.nodes.health import MAX_HEALTH_BYTES, Prober, ask_health
+from kvferry.router.nodes.reading import MAX_ANSWER_BYTES, refuse_no_answers
+from kvferry.router.nodes.states import Health, NodeState
 from tests.support.fake_nodes import routed, serving
 from tests.support.patience import DEADLINE_S
 

@@ -19,12 +19,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.router import kv_events
-from kvferry.router.fleet import Fleet, Progress
-from kvferry.router.kv_events import EventFollower, Follow, MalformedEventError, decode, publisher_of
-from kvferry.router.nodes import UpstreamNode
-from kvferry.router.placement import Limits
-from kvferry.router.prefixes import (
+from kvferry.router.choice import kv_events
+from kvferry.router.choice.fleet import Fleet, Progress
+from kvferry.router.choice.kv_events import EventFollower, Follow, MalformedEventError, decode, publisher_of
+from kvferry.router.choice.placement import Limits
+from kvferry.router.choice.prefixes import (
     MAX_USES_OF_BLOCK,
     AllCleared,
     BlocksRemoved,
@@ -34,6 +33,7 @@ from kvferry.router.prefixes import (
     keys_of,
     root_key,
 )
+from kvferry.router.nodes.pool import UpstreamNode
 from tests.support.patience import DEADLINE_S, until
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"

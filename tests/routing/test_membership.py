@@ -16,12 +16,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvferry.router.app import Router
-from kvferry.router.membership import DnsTarget
-from kvferry.router.nodes import NodeGoneError, NodePool, UpstreamNode
-from kvferry.router.sources import DnsName, NodesFile, NodeSource
-from kvferry.router.states import EjectionRule, Health, NodeState
+from kvferry.router.http.access import ClientTls, NodeAccess
+from kvferry.router.nodes.membership import DnsTarget
+from kvferry.router.nodes.pool import NodeGoneError, NodePool, UpstreamNode
+from kvferry.router.nodes.sources import DnsName, NodesFile, NodeSource
+from kvferry.router.nodes.states import EjectionRule, Health, NodeState
 from kvferry.transports.testing.certificates import Authority
-from kvferry.web.access import ClientTls, NodeAccess
 from tests.support.fake_dns import Names
 from tests.support.fake_nodes import serving
 from tests.support.patience import DEADLINE_S, until

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.router.beginnings import COMPLETIONS, beginning_of, is_followed, take_token_ids
-from kvferry.router.states import Abilities
-from kvferry.web.sse import Event
+from kvferry.router.answer.beginnings import COMPLETIONS, beginning_of, is_followed, take_token_ids
+from kvferry.router.http.sse import Event
+from kvferry.router.nodes.states import Abilities
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S
 

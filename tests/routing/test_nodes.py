@@ -14,9 +14,9 @@ import pytest
 from aiohttp import ClientConnectorError, ConnectionTimeoutError, ServerDisconnectedError, web
 from aiohttp.test_utils import TestClient
 
-from kvferry.router.nodes import NodeGoneError, UpstreamNode
-from kvferry.router.reading import kept_alive_socket
-from kvferry.router.states import Health, NodeState
+from kvferry.router.nodes.pool import NodeGoneError, UpstreamNode
+from kvferry.router.nodes.reading import kept_alive_socket
+from kvferry.router.nodes.states import Health, NodeState
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S, until
 
@@ -114,7 +114,7 @@ async def until_checked(node: Player, times: int) -> None:
 
 def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
     """Return the states in the log's lines about nodes with that role, in order."""
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.router.nodes"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.router.nodes.pool"]
     return [line.split(" is ")[1].split(":")[0] for line in lines if line.startswith(f"{role} node")]
 
 

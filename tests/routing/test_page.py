@@ -15,11 +15,12 @@ import pytest
 from aiohttp import ClientTimeout, web
 
 from kvferry.connector.spans import Span
-from kvferry.router.exchange import Exchange
-from kvferry.router.handoffs import Handoffs
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.observer import Observer
-from kvferry.router.records import (
+from kvferry.router.answer.exchange import Exchange
+from kvferry.router.answer.handoffs import Handoffs
+from kvferry.router.http.sse import Event
+from kvferry.router.seen.metrics import RouterMetrics
+from kvferry.router.seen.observer import Observer
+from kvferry.router.seen.records import (
     MAX_CALLS,
     MAX_ERROR_CHARS,
     MAX_ID_CHARS,
@@ -29,7 +30,6 @@ from kvferry.router.records import (
     View,
     mark,
 )
-from kvferry.web.sse import Event
 from tests.support.fake_nodes import NodeHandler, let_rendezvous, routed
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[3]], "remote_host": "h"}

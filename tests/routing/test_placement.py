@@ -13,9 +13,19 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.spans import RecentSpans
-from kvferry.router.fleet import Fleet, Mode, Progress
-from kvferry.router.placement import Ask, Choice, Limits, Line, NodeLoad, Rate, Work, chance_of_more, choose
-from kvferry.router.prefixes import PIECE_TOKENS, Prefixes, keys_of
+from kvferry.router.choice.fleet import Fleet, Mode, Progress
+from kvferry.router.choice.placement import (
+    Ask,
+    Choice,
+    Limits,
+    Line,
+    NodeLoad,
+    Rate,
+    Work,
+    chance_of_more,
+    choose,
+)
+from kvferry.router.choice.prefixes import PIECE_TOKENS, Prefixes, keys_of
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S, SLOWNESS
 
@@ -410,7 +420,7 @@ def test_any_limit_of_an_answer_leaves_a_finite_choice(limit: Any) -> None:
 
 
 def test_a_fleet_that_changes_at_each_request_leaves_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.fleet.MAX_NODES", 10)
+    monkeypatch.setattr("kvferry.router.choice.fleet.MAX_NODES", 10)
     fleet = Fleet("always", NO_LIMITS, lambda: 0.0)
     for number in range(2000):
         urls = [f"http://node-{number}", f"http://node-{number + 1}"]

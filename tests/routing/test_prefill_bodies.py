@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.bodies import prefill_body
+from kvferry.router.answer.bodies import prefill_body
 from tests.routing.test_node_identity import servers
 from tests.support.fake_nodes import routed
 

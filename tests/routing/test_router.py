@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.router.nodes import NodePool
-from kvferry.router.states import Health, NodeState
-from kvferry.web.json_body import MAX_DEPTH
+from kvferry.router.http.json_body import MAX_DEPTH
+from kvferry.router.nodes.pool import NodePool
+from kvferry.router.nodes.states import Health, NodeState
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvferry.router.sessions import Sessions, Turn
+from kvferry.router.answer.sessions import Sessions, Turn
 from tests.support.fake_nodes import routed
 
 SESSION = {"X-Session-ID": "s1"}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.router.main import main
-from kvferry.router.membership import (
+from kvferry.router.nodes.membership import (
     BadNodesError,
     Contributions,
     DnsTarget,
@@ -23,7 +23,7 @@ from kvferry.router.membership import (
     parse_nodes,
     parse_target,
 )
-from kvferry.router.sources import DnsName, LookUpError, NodesFile
+from kvferry.router.nodes.sources import DnsName, LookUpError, NodesFile
 from tests.support.fake_dns import Names
 
 A, B, C = (f"http://10.0.0.{number}:8100" for number in (1, 2, 3))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.states import LONGEST_EJECTION_S, EjectionRule, Health, NodeState, NodeStatus
+from kvferry.router.nodes.states import LONGEST_EJECTION_S, EjectionRule, Health, NodeState, NodeStatus
 
 READY = Health(NodeState.READY)
 LATE = Health(None, "/ready did not answer within 5 s", ends_requests=True)

@@ -14,8 +14,8 @@ from kvferry.lab.plan.costs import Costs, read_costs, write_costs
 from kvferry.lab.plan.loads import Turn, arrivals_of, read_trace, read_trace_file
 from kvferry.lab.plan.search import Result, least_possible, search, simulate
 from kvferry.lab.plan.simulation import FleetSimulation, Outcome, fixed_roles, least_load
-from kvferry.router.placement import Limits
-from kvferry.router.prefixes import PIECE_TOKENS
+from kvferry.router.choice.placement import Limits
+from kvferry.router.choice.prefixes import PIECE_TOKENS
 from kvferry.transports.errors import ConfigurationError
 
 COSTS = Costs(0.01, 1e-4, 2e-3, 512, 0.02, 1e-5, request_s=0.005, context_s=1e-7, answer_context_s=1e-6)

@@ -2,7 +2,7 @@
 seed.
 
 A `Schedule` stands for the nodes, the client and the part of the router that does the actions. It draws what
-happens next among all that can, and checks after each step what `router/exchange.py` promises. Nothing
+happens next among all that can, and checks after each step what `router/answer/exchange.py` promises. Nothing
 sleeps, and a seed repeats a schedule exactly. `exchange_states` lets the same schedules draw everything that
 can be drawn.
 """
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from kvferry.router import exchange as does
-from kvferry.router.beginnings import OtherTokenError
-from kvferry.router.exchange import MAX_LOST, Action, Begun, Exchange, State
-from kvferry.router.ways import Offer
-from kvferry.web.errors import ApiError
-from kvferry.web.sse import DONE, Event
+from kvferry.router.answer import exchange as does
+from kvferry.router.answer.beginnings import OtherTokenError
+from kvferry.router.answer.exchange import MAX_LOST, Action, Begun, Exchange, State
+from kvferry.router.choice.ways import Offer
+from kvferry.router.http.errors import ApiError
+from kvferry.router.http.sse import DONE, Event
 
 T = TypeVar("T")
 #: How a node ends a stream before its answer's end, without breaking the connection.

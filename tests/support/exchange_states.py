@@ -23,9 +23,9 @@ from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TextIO
 
-from kvferry.router.exchange import Action, Begun, Exchange
-from kvferry.router.ways import Offer
-from kvferry.web.sse import Event
+from kvferry.router.answer.exchange import Action, Begun, Exchange
+from kvferry.router.choice.ways import Offer
+from kvferry.router.http.sse import Event
 
 from .exchange_simulator import Node, PromiseBrokenError, Schedule, Setup, T
 

@@ -10,14 +10,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
+from kvferry.router.answer.performance import DecodeAlone
 from kvferry.router.app import Router
-from kvferry.router.fleet import Mode
-from kvferry.router.nodes import NodePool
-from kvferry.router.performance import DecodeAlone
-from kvferry.router.states import NodeState
-from kvferry.router.ways import Options
-from kvferry.web.access import ApiKeys
-from kvferry.web.errors import error_middleware
+from kvferry.router.choice.fleet import Mode
+from kvferry.router.choice.ways import Options
+from kvferry.router.http.access import ApiKeys
+from kvferry.router.http.errors import error_middleware
+from kvferry.router.nodes.pool import NodePool
+from kvferry.router.nodes.states import NodeState
 from tests.support.patience import DEADLINE_S
 
 

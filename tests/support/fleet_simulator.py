@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from kvferry.lab.plan.costs import Costs
 from kvferry.lab.plan.loads import Arrival
 from kvferry.lab.plan.simulation import Chosen, FleetSimulation, Outcome, Way, fixed_roles, least_load
-from kvferry.router.fleet import Fleet
-from kvferry.router.placement import Limits
-from kvferry.router.states import Occupancy
+from kvferry.router.choice.fleet import Fleet
+from kvferry.router.choice.placement import Limits
+from kvferry.router.nodes.states import Occupancy
 
 
 def fixed_ways(num_nodes: int) -> dict[str, Way]:

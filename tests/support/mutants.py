@@ -57,8 +57,9 @@ OTHER_COMPARISON: dict[type[ast.cmpop], str] = {
     ast.In: "not in",
     ast.NotIn: "in",
 }
-#: Commands of the router, and pages for people: what they do shows in tests that take processes or a browser.
-LEFT_OUT = frozenset({"main.py", "page.py", "__init__.py"})
+#: Commands of the router, pages for people, and its HTTP server: what they do shows in tests that take
+#: processes or a browser.
+LEFT_OUT = frozenset({"main.py", "page.py", "__init__.py", "http"})
 
 
 @dataclass(frozen=True)
@@ -303,8 +304,8 @@ def chosen(num: int, seed: int) -> list[Mutant]:
     drawn = random.Random(seed)
     mutants: list[Mutant] = []
     for folder in SUITES:
-        files = [path for path in sorted((ROOT / folder).glob("*.py")) if path.name not in LEFT_OUT]
-        found = [each for path in files for each in places_in(f"{folder}/{path.name}", path.read_bytes())]
+        files = [path for path in sorted((ROOT / folder).rglob("*.py")) if not LEFT_OUT & {*path.parts}]
+        found = [each for path in files for each in places_in(str(path.relative_to(ROOT)), path.read_bytes())]
         drawn.shuffle(found)
         mutants += islice(filter(_is_python, _in_turn(found)), num // len(SUITES))
     drawn.shuffle(mutants)  # so that a run that is stopped has seen some of everything

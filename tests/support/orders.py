@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TextIO
 
-from kvferry.web.launcher_link import LAUNCHER_VARIABLE
+from kvferry.router.http.launcher_link import LAUNCHER_VARIABLE
 
 
 class Host(Protocol):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-#: As in `kvferry.web.launcher_link`, which a zygote must not have imported.
+#: As in `kvferry.router.http.launcher_link`, which a zygote must not have imported.
 LAUNCHER_VARIABLE = "KVFERRY_LAUNCHER_FD"
 #: Seconds that the zygote may take for its imports on a busy machine.
 ANSWER_TIMEOUT_S = 100.0

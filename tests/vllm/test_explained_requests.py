@@ -16,7 +16,7 @@ import pytest
 from kvferry.cli.explain import ask
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
-from kvferry.web.explain import Told, tell
+from kvferry.router.seen.explain import Told, tell
 from tests.support.client import Client
 from tests.support.slow_vllm_connector import FOLDER_VARIABLE, SLOW_S
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.servers import VLLM_ARGUMENTS, Launcher, free_port, start_vllm
-from kvferry.router.kv_events import EventFollower
-from kvferry.router.nodes import NodePool
-from kvferry.router.prefixes import Prefixes, keys_of
+from kvferry.router.choice.kv_events import EventFollower
+from kvferry.router.choice.prefixes import Prefixes, keys_of
+from kvferry.router.nodes.pool import NodePool
 from tests.support.patience import until
 from tests.support.vllm_servers import Server
 

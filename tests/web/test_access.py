@@ -22,11 +22,7 @@ from kvferry.lab.engine.settings import EngineSettings
 from kvferry.lab.node.app import NodeServer
 from kvferry.lab.node.cli import parse_arguments
 from kvferry.router.app import Router
-from kvferry.router.main import main as router_main
-from kvferry.router.nodes import NodePool
-from kvferry.transports.errors import ConfigurationError
-from kvferry.transports.testing.certificates import Authority
-from kvferry.web.access import (
+from kvferry.router.http.access import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     Access,
@@ -38,11 +34,15 @@ from kvferry.web.access import (
     access_of,
     has_key,
 )
-from kvferry.web.admin import Admin, add_admin_arguments, admin_of, serving_admin
-from kvferry.web.connections import ConnectionLimits, is_overloaded, slot_of
-from kvferry.web.errors import error_middleware
-from kvferry.web.json_body import read_json
-from kvferry.web.serving import StartupError, add_serving_arguments, bind, serving
+from kvferry.router.http.admin import Admin, add_admin_arguments, admin_of, serving_admin
+from kvferry.router.http.connections import ConnectionLimits, is_overloaded, slot_of
+from kvferry.router.http.errors import error_middleware
+from kvferry.router.http.json_body import read_json
+from kvferry.router.http.serving import StartupError, add_serving_arguments, bind, serving
+from kvferry.router.main import main as router_main
+from kvferry.router.nodes.pool import NodePool
+from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.testing.certificates import Authority
 from tests.support import fake_nodes
 from tests.support.patience import DEADLINE_S
 

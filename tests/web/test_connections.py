@@ -21,10 +21,10 @@ import pytest
 from aiohttp import web
 
 from kvferry.lab.node.cli import parse_arguments
-from kvferry.web.connections import ConnectionLimits
-from kvferry.web.errors import error_middleware
-from kvferry.web.json_body import MAX_BODY_BYTES, read_json
-from kvferry.web.serving import StartupError, bind, serving
+from kvferry.router.http.connections import ConnectionLimits
+from kvferry.router.http.errors import error_middleware
+from kvferry.router.http.json_body import MAX_BODY_BYTES, read_json
+from kvferry.router.http.serving import StartupError, bind, serving
 from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.web import serving
-from kvferry.web.log_lines import LineFormatter
-from kvferry.web.logs import JsonFormatter, _SdkFilter
-from kvferry.web.tracing import name_request, request_id_in_logs
+from kvferry.router.http import serving
+from kvferry.router.http.log_lines import LineFormatter
+from kvferry.router.http.logs import JsonFormatter, _SdkFilter
+from kvferry.router.http.tracing import name_request, request_id_in_logs
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvferry.lab.engine.engine import Engine
 from kvferry.lab.engine.settings import EngineSettings
 from kvferry.lab.node.app import NodeServer
-from kvferry.router.nodes import RETRY_AFTER_S, NodePool
-from kvferry.router.states import Health, NodeState
-from kvferry.web.errors import unavailable
+from kvferry.router.http.errors import unavailable
+from kvferry.router.nodes.pool import RETRY_AFTER_S, NodePool
+from kvferry.router.nodes.states import Health, NodeState
 
 
 def test_only_a_temporary_failure_says_when_to_retry() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.web.sse import DONE, Event, EventTooLongError, Splitter, events_of, passing
+from kvferry.router.http.sse import DONE, Event, EventTooLongError, Splitter, events_of, passing
 
 STREAMS = [
     b"data: a\n\ndata: b\n\n\n\ndata: [DONE]\n\ndata: c",

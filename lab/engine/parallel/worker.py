@@ -24,8 +24,8 @@ import torch.distributed
 from ....connector.base import KVConnectorHandshakeMetadata
 from ....connector.config import ParallelConfig
 from ....connector.spans import send_spans
+from ....router.http.log_lines import LineFormatter
 from ....runner_mixin import state
-from ....web.log_lines import LineFormatter
 from ..attention import IMPLEMENTATION
 from ..executor import own_transfer_health, start_runner
 from ..memory import plan_pool
@@ -142,8 +142,8 @@ def _observe(name: str) -> None:
         logging.basicConfig(handlers=[handler])
         return
     # Only now, because they import the HTTP server.
-    from ....web.logs import set_up_logging
-    from ....web.tracing import set_up_tracing
+    from ....router.http.logs import set_up_logging
+    from ....router.http.tracing import set_up_tracing
 
     set_up_logging("warning", name, "json" if log_format == "json" else "text")
     set_up_tracing("", name.replace(" ", "-"))

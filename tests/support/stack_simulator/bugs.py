@@ -11,8 +11,8 @@ from kvferry.connector.handoff.events import LoadEnded
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.p2p.scheduler import HandoffScheduler
-from kvferry.router import exchange as does
-from kvferry.router.exchange import Exchange
+from kvferry.router.answer import exchange as does
+from kvferry.router.answer.exchange import Exchange
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.kv_cache.block_hash import HashableRequest
 

@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any
 
 from kvferry.connector.p2p.params import MOVE, rendezvous_params
-from kvferry.router import exchange as does
-from kvferry.router.beginnings import COMPLETIONS, beginning_of, followed_body, is_followed
-from kvferry.router.bodies import decode_body, prefill_body
-from kvferry.router.exchange import Action, Actions, Begun, Exchange, State
-from kvferry.router.fleet import Fleet, Progress
-from kvferry.router.handoffs import params_of
-from kvferry.router.performance import LAST_ANSWER_S, NEXT_LOOK_S
-from kvferry.router.placement import Limits
-from kvferry.router.ways import Facts, Offer, Options, Way, way_of
-from kvferry.web.errors import ApiError
-from kvferry.web.sse import DONE, Event
+from kvferry.router.answer import exchange as does
+from kvferry.router.answer.beginnings import COMPLETIONS, beginning_of, followed_body, is_followed
+from kvferry.router.answer.bodies import decode_body, prefill_body
+from kvferry.router.answer.exchange import Action, Actions, Begun, Exchange, State
+from kvferry.router.answer.handoffs import params_of
+from kvferry.router.answer.performance import LAST_ANSWER_S, NEXT_LOOK_S
+from kvferry.router.choice.fleet import Fleet, Progress
+from kvferry.router.choice.placement import Limits
+from kvferry.router.choice.ways import Facts, Offer, Options, Way, way_of
+from kvferry.router.http.errors import ApiError
+from kvferry.router.http.sse import DONE, Event
 
 from .network import Clock, Network, require
 from .node import Call, SimulatedNode

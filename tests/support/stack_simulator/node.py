@@ -36,7 +36,7 @@ from kvferry.lab.engine.request import BlockHasher, Request
 from kvferry.lab.engine.scheduler import Scheduler
 from kvferry.lab.engine.step import ScheduledRequest, StepPlan
 from kvferry.lab.engine.types import FinishReason, GenerationRequest, SamplingParams
-from kvferry.router.states import Abilities
+from kvferry.router.nodes.states import Abilities
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 

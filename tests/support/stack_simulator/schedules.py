@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvferry.connector.handoff.config import HandoffConfig
-from kvferry.router.exchange import Exchange
+from kvferry.router.answer.exchange import Exchange
 
 from .client import Client, SimulatedRouter
 from .network import BrokenPromise, Clock, Network, require

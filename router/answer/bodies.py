@@ -1,0 +1,141 @@
+"""What nodes receive of a request, made from the client's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..http.errors import bad_request
+from ..http.fields import Fields
+from .beginnings import Beginning
+
+#: Most prompts per request.
+MAX_PROMPTS = 256
+#: The request to a prefill node to offer its cache. vLLM's nodes require the other keys.
+DO_REMOTE_DECODE: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+#: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node,
+#: whose token is not used, does not receive them: they cost it time, and some make it fail. This is a list of
+#: what to leave out, and not of what to keep, because a prompt that lacked an unknown field could be another
+#: prompt, whose cache the decode node refuses. So `tools`, `tool_choice` and all that a chat template may
+#: read stay.
+_ONLY_FOR_SAMPLING = frozenset(
+    {
+        *("seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "use_beam_search", "length_penalty"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
+        *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_decoding_backend", "guided_whitespace_pattern"),
+    }
+)
+#: A grammar, which a server compiles. Some chat templates read it as well, but a prompt has no template.
+_GRAMMAR = frozenset({"response_format"})
+#: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which
+#: only one is loaded.
+_ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
+
+
+def check_body(body: Mapping[str, Any]) -> None:
+    """Check the fields that the prefill node does not receive.
+
+    If only the decode node refused the request, the prefill would have been wasted.
+
+    Raises:
+        ApiError: A field is wrong (400).
+    """
+    fields = Fields(body)
+    for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
+        # An answer that is nothing but the echo of its prompt has no token of its own.
+        least = 0 if name.startswith("max") and body.get("echo") is True else 1
+        if fields.integer(name, least) < least:
+            raise bad_request(f"{name}={body[name]}: it must be at least {least}", name)
+    _refuse_several("prompt_embeds", body.get("prompt_embeds"))
+    fields.boolean("stream", False)
+    Fields(fields.mapping("stream_options")).boolean("include_usage", False)
+
+
+def _refuse_several(name: str, value: object) -> None:
+    """Refuse several prompts of a kind that the router cannot split."""
+    if isinstance(value, list) and len(value) > 1 and any(isinstance(item, str | list) for item in value):
+        message = (
+            f"{name!r} has {len(value)} prompts: each needs a handoff of its own; send one request per prompt"
+        )
+        raise bad_request(message, name)
+
+
+def prefill_body(
+    body: Mapping[str, Any],
+    *,
+    wish: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
+
+    Args:
+        wish: More keys of `kv_transfer_params`.
+    """
+    result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
+    params = {**DO_REMOTE_DECODE, **(wish or {})}
+    left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
+    # The likeliest token is the cheapest one.
+    result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
+    result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
+    if "max_completion_tokens" in result:
+        result["max_completion_tokens"] = 1
+    return result
+
+
+def decode_body(
+    body: Mapping[str, Any],
+    params: Mapping[str, Any] | None,
+    after: Beginning | None = None,
+) -> dict[str, Any]:
+    """Return the body for the decode node: the client's, with the prefill node's parameters.
+
+    Args:
+        after: The node is to go on after these tokens.
+    """
+    if after is not None:
+        return after.decode_body(body, params)
+    result = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    return result | ({"kv_transfer_params": params} if params else {})
+
+
+def headers_of(headers: Mapping[str, str], request_id: str, *, passes_keys_on: bool) -> dict[str, str]:
+    """Return the headers of a client's request for nodes.
+
+    They share one request id, as vLLM's nodes require.
+    """
+    own = {"X-Request-Id": request_id}
+    if passes_keys_on and "Authorization" in headers:
+        own["Authorization"] = headers["Authorization"]
+    return own
+
+
+def prompts_of(body: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts of a request, which are one unless the client has sent several.
+
+    Raises:
+        ApiError: it has too many, or some are texts and others token ids (400).
+    """
+    prompts = body.get("prompt")
+    if not isinstance(prompts, list) or len(prompts) <= 1:
+        return [prompts]
+    kinds = {type(one) for one in prompts}
+    if not kinds & {str, list}:
+        return [prompts]
+    if len(kinds) > 1:  # as vLLM and OpenAI do
+        message = "'prompt' has items of different types: it must be token ids, or several prompts that are all texts or all token ids"
+        raise bad_request(message, "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        message = f"'prompt' has {len(prompts)} prompts: at most {MAX_PROMPTS} per request are possible"
+        raise bad_request(message, "prompt")
+    return prompts

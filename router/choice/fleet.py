@@ -1,0 +1,237 @@
+"""What the router knows of the work at its nodes, for `placement`: it notes each request's way through them,
+and learns from it.
+
+`Fleet` owns the loads and forgets those of processes that have ended. `Progress` is one request's part of
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from ..nodes.states import Occupancy
+from .placement import (
+    GUESSED_HANDED,
+    SECONDS_PER_HANDED_TOKEN,
+    Ask,
+    Choice,
+    Limits,
+    NodeLoad,
+    Pace,
+    Rate,
+    Work,
+    choose,
+)
+from .prefixes import Prefixes
+
+Mode = Literal["auto", "never", "always"]
+#: Nodes, and pairs of nodes, that are remembered. A request that ends after its node has gone would keep that
+#: one for ever.
+MAX_NODES = MAX_PAIRS = 4096
+#: A client may write any number as the limit of an answer.
+MAX_ANSWER_TOKENS = 1_000_000
+#: Of text in most languages.
+BYTES_PER_TOKEN = 4
+
+
+class Fleet:
+    """The loads of all nodes.
+
+    Args:
+        mode: `never` hands nothing over between nodes that do both, `always` hands every prompt over.
+        clock: Seconds of any clock that does not jump.
+    """
+
+    def __init__(self, mode: Mode, limits: Limits, clock: Callable[[], float]) -> None:
+        self.mode, self.limits, self.clock = mode, limits, clock
+        self.prefixes = Prefixes()
+        self._pace = Pace()
+        self._loads: dict[str, NodeLoad] = {}
+        self._handovers: dict[tuple[str, str], Rate] = {}
+
+    def __len__(self) -> int:
+        """How many nodes it remembers."""
+        return len(self._loads)
+
+    def load(self, url: str) -> NodeLoad:
+        """Return the load of a node."""
+        if url not in self._loads:
+            while len(self._loads) >= MAX_NODES:
+                del self._loads[next(iter(self._loads))]
+            self._loads[url] = NodeLoad(url, self._pace)
+        return self._loads[url]
+
+    def note_all(self, url: str, occupancy: Occupancy) -> None:
+        """Note what a node says that it has to do for all its clients."""
+        self.load(url).note_all(occupancy.num_running, occupancy.num_waiting)
+
+    def handover(self, prefill: NodeLoad, decode: NodeLoad) -> Rate:
+        """Return what handing over has taken between two nodes, in seconds per token."""
+        pair = prefill.url, decode.url
+        if pair not in self._handovers:
+            while len(self._handovers) >= MAX_PAIRS:
+                del self._handovers[next(iter(self._handovers))]
+            self._handovers[pair] = Rate(SECONDS_PER_HANDED_TOKEN, GUESSED_HANDED)
+        return self._handovers[pair]
+
+    def forget(self, url: str) -> None:
+        """Forget a node whose process has ended: the next one may be another machine's, and has cached
+        nothing.
+        """
+        self._loads.pop(url, None)
+        self.prefixes.forget(url)
+        self._handovers = {pair: rate for pair, rate in self._handovers.items() if url not in pair}
+
+    def choose(
+        self,
+        progress: Progress,
+        prefills: Mapping[str, int],
+        decodes: Mapping[str, int],
+        *,
+        may_be_local: bool = True,
+        may_hand_over: bool = True,
+    ) -> Choice | None:
+        """Choose the nodes for a request; None if there is none for its prompt, or none for its answer.
+
+        Args:
+            prefills, decodes: URLs of the nodes that may compute its prompt, and of those that may answer it.
+                The values say how bad each node is to choose; see `NodeLoad`.
+            may_be_local, may_hand_over: Ways that there are. Where they leave no pair, neither they nor the
+                mode restrict the choice: nodes with one role always hand over, and a single node never does.
+        """
+        if not prefills or not decodes:
+            return None
+        for url, trouble in prefills.items():
+            self.load(url).prompt_trouble = trouble
+        for url, trouble in decodes.items():
+            self.load(url).answer_trouble = trouble
+        may_be_local &= self.mode != "always"
+        may_hand_over &= self.mode != "never"
+        rate = partial(
+            choose,
+            progress.ask(),
+            [self.load(url) for url in prefills],
+            [self.load(url) for url in decodes],
+            self.handover,
+            # Before anything was measured, a limit that the guess misses would send every request to the
+            # longest queue.
+            self.limits if self._pace.is_known else Limits(),
+            self.clock(),
+        )
+        progress.choice = rate(may_be_local=may_be_local, may_hand_over=may_hand_over) or rate()
+        return progress.choice
+
+
+class Progress:
+    """One request on its way, and what the nodes have to do for it.
+
+    Attributes:
+        choice: The latest one.
+    """
+
+    choice: Choice | None = None
+
+    def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
+        self._fleet, self._body = fleet, body
+        self._marks: dict[str, int] = {}  # of `Prefixes`, by the nodes that were asked
+        self._prompt: tuple[NodeLoad, Work] | None = None  # that is being computed
+        self._computed_at: tuple[NodeLoad, float] | None = None
+        self._answer: tuple[NodeLoad, Work] | None = None  # that is being given
+        self._coming: tuple[NodeLoad, Work] | None = None  # the answer that will be given after a handover
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """Of the prompt's pieces."""
+        return self._fleet.prefixes.keys_of(self._body)
+
+    def ask(self) -> Ask:
+        """Return what the choice of nodes depends on."""
+        num_tokens, shares = self.num_tokens, self._fleet.prefixes.shares(self.keys)
+        cached = {url: int(share * num_tokens) for url, share in shares.items()}
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        limit = min(limit, MAX_ANSWER_TOKENS) if type(limit) is int and limit > 0 else 0
+        return Ask(num_tokens, limit, cached, is_stream=self._body.get("stream") is True)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """About how many tokens the prompt has."""
+        return size_in_tokens(self._body)
+
+    def prompt_asked(self, url: str) -> None:
+        """Note that a node is asked to compute the prompt."""
+        self.prompt_ended(is_computed=False)
+        load, now, choice = self._fleet.load(url), self._fleet.clock(), self.choice
+        self._marks[url] = self._fleet.prefixes.mark(url)
+        spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
+        self._prompt = load, Work(self.ask().num_missing(load), now, spare_s)
+        load.prompt_asked(self._prompt[1])
+        if choice is not None and choice.prefill is load and not choice.is_local:
+            self._coming = choice.decode, Work(0, now + choice.ttft_s, choice.spare_s)
+            choice.decode.coming[self._coming[1]] = None
+
+    def prompt_ended(self, *, is_computed: bool) -> None:
+        """Note that the prompt is computed, or given up."""
+        if not is_computed:
+            self._forget_coming()
+        if self._prompt is None:
+            return
+        (load, prompt), self._prompt = self._prompt, None
+        now = self._fleet.clock()
+        load.prompt_ended(prompt, now, is_computed=is_computed)
+        if is_computed:
+            self._computed_at = load, now
+            self._fleet.prefixes.add(self.keys, load.url, self._marks.get(load.url))
+
+    def answer_began(self, url: str) -> None:
+        """Note the beginning of an answer, or that a node is asked for a whole one."""
+        self.answer_ended()
+        self._forget_coming()
+        load, now = self._fleet.load(url), self._fleet.clock()
+        # Once: if the answer moves, its cache comes from another node, long after this.
+        computed, self._computed_at = self._computed_at, None
+        if computed is not None and computed[0] is not load:
+            seconds = now - computed[1] - load.step.at(len(load.answers) + 1)
+            self._fleet.handover(computed[0], load).add(max(0.0, seconds), self.num_tokens)
+        if computed is None or computed[0] is not load:
+            self._marks[url] = self._fleet.prefixes.mark(url)
+            self._fleet.prefixes.add(self.keys, url, self._marks[url])
+        spare_s = self.choice.spare_s if self.choice is not None else 0.0
+        self._answer = load, Work(0, now, spare_s)
+        load.answer_began(self._answer[1])
+
+    def tokens_came(self, num: int) -> None:
+        """Note tokens of the answer that came together."""
+        if self._answer is not None and num > 0:
+            load, answer = self._answer
+            load.tokens_came(answer, self._fleet.clock(), num)
+
+    def answer_ended(self) -> None:
+        """Note that no more tokens come from the node."""
+        if self._answer is not None:
+            load, answer = self._answer
+            del load.answers[answer]
+            if (mark := self._marks.get(load.url)) is not None:
+                self._fleet.prefixes.add_later(self.keys, load.url, mark)
+            self._answer = None
+
+    def _forget_coming(self) -> None:
+        if self._coming is not None:
+            load, answer = self._coming
+            del load.coming[answer]
+            self._coming = None
+
+    def ended(self) -> None:
+        """Take all of the request out of the loads."""
+        self.prompt_ended(is_computed=False)
+        self.answer_ended()
+
+
+def size_in_tokens(body: Mapping[str, Any]) -> int:
+    """Return about how many tokens a prompt has."""
+    prompt = body.get("messages") or body.get("prompt") or ""
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return len(prompt)
+    return len(json.dumps(prompt, ensure_ascii=False).encode()) // BYTES_PER_TOKEN

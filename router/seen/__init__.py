@@ -1,0 +1,3 @@
+"""What is seen of requests: records, metrics, the page, and `kvferry explain`."""
+
+from __future__ import annotations

@@ -1,0 +1,494 @@
+"""Show what became of each request, for the router's page: when it was where, and what its handoff cost.
+
+A record is the request's span and those of its calls of nodes, ended or not. All that is shown is computed
+from these; the `Observer` writes them. Nodes of vLLM report no figures of their own; then a part of the time
+says what else it contains. A record has no word of the prompt or of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal, TypeVar
+
+from ...connector.spans import PREFIX, Span
+from ..http.errors import CLIENT_LEFT, ApiError
+from ..nodes.membership import Role
+
+#: Finished requests that the router keeps.
+MAX_RECENT: Final = 200
+#: Unfinished requests in one report. There may be more, whose number is reported.
+MAX_LISTED: Final = 50
+#: The throughput's history: what is counted, and for how many seconds.
+HISTORY: Final = ("done", "failed", "output_tokens", "bytes")
+HISTORY_S: Final = 120
+#: A client chooses the request's id, and a node its errors. Longer ones are cut to this many characters.
+MAX_ID_CHARS: Final = 128
+MAX_ERROR_CHARS: Final = 400
+#: No figure of a node is larger, be it seconds, bytes or tokens.
+MAX_FIGURE: Final = 1e15
+
+#: A request that waited less for a slot at the router has not waited.
+SHORTEST_QUEUE_S: Final = 1e-3
+
+#: Calls of nodes that a record keeps: the latest ones. The others' time is the router's.
+MAX_CALLS: Final = 16
+
+#: The facts that end a call of a node, whose phase another call has afterwards.
+LOST_CALLS: Final[Mapping[str, Role]] = {
+    "prefill lost": "prefill",
+    "decode lost": "decode",
+    "answer moved": "decode",
+    "answer stopped": "decode",
+}
+
+#: What a request spends its time on. `routing` is the router's own time. `lost` is a call that gave nothing.
+Kind = Literal["routing", "queue", "prefill", "exposed", "decode", "lost"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a request's time. The parts of a request follow each other without a gap.
+
+    Attributes:
+        node: The URL of the node that worked on it; empty for the router.
+        start_s: From the request's arrival at the router.
+        includes: Other kinds that this part contains, because the node does not report them separately.
+    """
+
+    kind: Kind
+    node: str
+    start_s: float
+    seconds: float
+    includes: tuple[Kind, ...] = ()
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What the span of a request has for the page, besides `placement`. Times are from the arrival.
+
+    Attributes:
+        admitted_s: When the router, which limits how many requests it answers at a time, began with it.
+        attempts: How often a prefill node was asked.
+        ended_s: When the answer ended; None before that.
+        failure: Why the answer is missing or incomplete.
+    """
+
+    admitted_s: float = 0.0
+    attempts: int = 0
+    ended_s: float | None = None
+    status: int | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """What the span of a call has for the page: what the router saw, and what the node's answer says.
+
+    A node may leave out anything, and what it says is not to be trusted.
+
+    Attributes:
+        came_s: When a prefill node's answer had arrived, or the first event of a stream, from the arrival.
+        is_alone: It is asked without a prefill node.
+        has_sent: The client was sent a part of its stream.
+        is_split: The node reports how long the request waited, and its transfer, as nodes of `serve.py` do.
+        ttft_s: 0 if it does not say.
+        num_found_tokens: Prompt tokens whose cache was loaded or was there already.
+        transfer_s: From the start of the first read to the end of the last one.
+        exposed_s: The part of the transfer that computing the prompt did not hide.
+    """
+
+    came_s: float | None = None
+    is_alone: bool = False
+    has_sent: bool = False
+    is_split: bool = False
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    num_found_tokens: int = 0
+    transport: str = ""
+    mechanism: str = ""
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    transfer_error: str = ""
+
+
+T = TypeVar("T", Marks, CallMarks)
+
+
+def mark(span: Span, **marks: str | float | None) -> None:
+    """Set fields of `Marks` or `CallMarks`. `kvferry explain` does not print what has their prefix."""
+    span.set(**{PREFIX + name: value for name, value in marks.items() if value is not None})
+
+
+def marks_of(kind: type[T], span: Span) -> T:
+    """Return what `mark` has set."""
+    names = {each.name: PREFIX + each.name for each in fields(kind)}
+    found: dict[str, Any] = span.attributes
+    return kind(**{name: found[key] for name, key in names.items() if key in found})
+
+
+def mark_answer(call: Span, answer: Mapping[str, Any]) -> None:
+    """Set the figures of a whole answer, or of the last event of a stream."""
+    usage, metrics = mapping_in(answer, "usage"), mapping_in(answer, "metrics")
+    transfer = mapping_in(metrics, "transfer")
+    mark(
+        call,
+        is_split="queue_s" in metrics,
+        queue_s=_number(metrics, "queue_s"),
+        ttft_s=_number(metrics, "ttft_s"),
+        num_prompt_tokens=_count(metrics, "num_prompt_tokens", usage, "prompt_tokens"),
+        num_output_tokens=_count(metrics, "num_output_tokens", usage, "completion_tokens"),
+        num_found_tokens=int(_number(metrics, "num_loaded_tokens") + _number(metrics, "num_cached_tokens")),
+        transport=text_in(transfer, "transport", MAX_ID_CHARS),
+        mechanism=text_in(transfer, "mechanism", MAX_ID_CHARS),
+        num_bytes=int(_number(transfer, "num_bytes")),
+        transfer_s=_number(transfer, "seconds"),
+        exposed_s=_number(transfer, "exposed_seconds"),
+        transfer_error=text_in(transfer, "error", MAX_ERROR_CHARS),
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a node. Times are in seconds from the request's arrival.
+
+    Attributes:
+        replaced_s: When it was lost, or another call took its place. None: neither has happened.
+    """
+
+    role: Role
+    node: str
+    sent_s: float
+    replaced_s: float | None
+    marks: CallMarks
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Of a decode node's answer."""
+        if self.marks.came_s is not None:
+            return self.marks.came_s
+        return self.sent_s + self.marks.ttft_s if self.marks.ttft_s else None
+
+    def whole_part(self, replaced_s: float) -> tuple[Kind, float, str, tuple[Kind, ...]]:
+        """Return what a call was that has been replaced: kind, end, node, and what it includes."""
+        if self.role == "decode" and self.marks.has_sent:
+            # What it has sent is a part of the answer, also if another node gives the rest.
+            return "decode", replaced_s, self.node, ("queue", "exposed")
+        if self.role == "prefill" and self.marks.came_s is not None:
+            return "prefill", self.marks.came_s, self.node, ("queue",)
+        return "lost", replaced_s, self.node, ()
+
+
+@dataclass
+class RequestRecord:
+    """The spans of one request for an answer to one prompt.
+
+    Args:
+        span: Of the request, from its arrival.
+        calls: The latest calls of nodes, in their order.
+
+    Attributes:
+        num_pieces: Of a streamed answer, which the client was sent. Usually each is a token. These three
+            change with each piece, so the span learns them at the end only.
+        last_piece_s: From the arrival; None before the first one.
+        longest_pause_s: Between two pieces.
+    """
+
+    request_id: str
+    path: str
+    span: Span
+    calls: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_CALLS))
+    num_pieces: int = 0
+    last_piece_s: float | None = None
+    longest_pause_s: float = 0.0
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the arrival."""
+        return self.span.now() - self.span.start
+
+    @property
+    def marks(self) -> Marks:
+        """What the request's span has for the page."""
+        return marks_of(Marks, self.span)
+
+    def failed(self, status: int, why: str) -> None:
+        """Note why the answer is missing or incomplete."""
+        mark(self.span, status=status, failure=why[:MAX_ERROR_CHARS])
+
+    def ended(self, status: int) -> None:
+        """Note the end of the answer, once. A failure that was noted before keeps its own status."""
+        if self.marks.ended_s is None:
+            mark(self.span, ended_s=self.now_s, status=self.marks.status or status)
+
+
+class View:
+    """What the page shows of a request, by its spans as they are now.
+
+    If a phase is repeated at another node, its figures are those of the last call.
+
+    Attributes:
+        figures: Those of the decode node, which end the story.
+    """
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self._marks = record.marks
+        calls = list(record.calls)
+        self._calls = [self._call(span, calls[at:]) for at, span in enumerate(calls, 1)]
+        current = {call.role: call for call in self._calls if call.replaced_s is None}
+        self._prefill, self._decode = current.get("prefill"), current.get("decode")
+        self._last_s = record.now_s if self._marks.ended_s is None else self._marks.ended_s
+        self.figures = self._decode.marks if self._decode else CallMarks()
+
+    def _call(self, call: Span, later: Sequence[Span]) -> _Call:
+        zero, role = self._record.span.start, call.name.removesuffix("_call")
+        # A call of a prefill node begins another attempt. One of a decode node alone needs no prefill.
+        ends = [
+            each.start
+            for each in later
+            if each.name in ("prefill_call", call.name) or marks_of(CallMarks, each).is_alone
+        ]
+        events = (event for event in self._record.span.events if LOST_CALLS.get(str(event["name"])) == role)
+        ends += [at for at in (float(event["at"]) for event in events) if at > call.start]
+        return _Call(
+            "prefill" if role == "prefill" else "decode",
+            str(call.attributes.get("node", "")),
+            call.start - zero,
+            min(ends) - zero if ends else None,
+            marks_of(CallMarks, call),
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the client has no whole answer."""
+        return bool(self._marks.failure) or (self._marks.status or 0) >= 400
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the arrival to the first token that the client saw or could see; None before that."""
+        for call in self._calls:
+            if call.role == "decode" and call.replaced_s is not None and call.marks.has_sent:
+                return call.marks.came_s
+        return self._decode.first_token_s if self._decode else None
+
+    def parts(self) -> list[Part]:
+        """Return what the time was spent on, from the arrival to the end, or until now.
+
+        The order is fixed. A part that overlaps with an earlier one begins where that one ends, so what is
+        hidden costs nothing.
+        """
+        parts: list[Part] = []
+        cursor_s = 0.0
+
+        def add(kind: Kind, until_s: float, node: str = "", includes: tuple[Kind, ...] = ()) -> None:
+            nonlocal cursor_s
+            until_s = min(until_s, self._last_s)
+            if until_s > cursor_s:
+                parts.append(Part(kind, node, cursor_s, until_s - cursor_s, includes))
+                cursor_s = until_s
+
+        if self._marks.admitted_s >= SHORTEST_QUEUE_S:
+            add("queue", self._marks.admitted_s)
+        first_s = self._decode.first_token_s if self._decode else None
+        for call in self._calls:
+            add("routing", call.sent_s)
+            node, marks = call.node, call.marks
+            if call.replaced_s is not None:
+                add(*call.whole_part(call.replaced_s))
+                continue
+            if marks.is_split:
+                add("queue", call.sent_s + marks.queue_s, node)
+            if call.role == "prefill":
+                # If both were asked at once, the prefill node's answer may come after the first token.
+                until_s = self._last_s if marks.came_s is None else marks.came_s
+                if first_s is not None:
+                    until_s = min(until_s, first_s - self.figures.exposed_s)
+                add("prefill", until_s, node, () if marks.is_split else ("queue",))
+                continue
+            if marks.is_split:
+                add("exposed", cursor_s + marks.exposed_s, node)
+                # It found nothing of the prompt. The last token it computes in any case.
+                if not marks.num_found_tokens and (marks.num_prompt_tokens or 0) > 1 and first_s is not None:
+                    add("prefill", first_s, node)
+            add("decode", self._last_s, node, () if marks.is_split else ("queue", "exposed"))
+        add("routing", self._last_s)
+        return parts
+
+    def first_token_parts(self) -> list[Part]:
+        """Return what the time until the first token was spent on, whose sum is `first_token_s`."""
+        end_s = self.first_token_s or 0.0
+        # The decode node's part begins with the step that gives the first token.
+        return [
+            replace(part, seconds=min(part.seconds, end_s - part.start_s))
+            for part in self.parts()
+            if part.start_s < end_s
+        ]
+
+    def hidden(self) -> tuple[float, float]:
+        """Return when the hidden part of the transfer began, and for how many seconds; (0, 0) if none was.
+
+        It is the part that happened while the prompt was still being computed.
+        """
+        hidden_s = self.figures.transfer_s - self.figures.exposed_s
+        if self._decode is None or hidden_s <= 0:
+            return 0.0, 0.0
+        sent_s = self._decode.sent_s
+        after = (part for part in self.parts() if part.kind in ("exposed", "decode"))
+        ends = (part.start_s for part in after if part.start_s >= sent_s)
+        start_s = max(sent_s, (end_s := next(ends, self._last_s)) - hidden_s)
+        return (start_s, end_s - start_s) if end_s > start_s else (0.0, 0.0)
+
+    def report(self, number: int) -> dict[str, Any]:
+        """Return the record as JSON. Times are in milliseconds from the arrival.
+
+        Args:
+            number: Tells records apart, because clients may repeat request ids.
+        """
+        record, marks, figures = self._record, self._marks, self.figures
+        prefill, decode = self._prefill, self._decode
+        hidden_start_s, hidden_s = self.hidden()
+        prompt_tokens = [call.marks.num_prompt_tokens for call in (decode, prefill) if call]
+        return {
+            "number": number,
+            "id": record.request_id[:MAX_ID_CHARS],
+            "path": record.path,
+            "arrived_at": record.span.start,
+            "is_done": marks.ended_s is not None,
+            "status": marks.status,
+            "error": marks.failure or figures.transfer_error,
+            "attempts": marks.attempts,
+            "placement": record.span.attributes.get("placement", ""),
+            "prefill": prefill.node if prefill else "",
+            "decode": decode.node if decode else "",
+            "prompt_tokens": next((count for count in prompt_tokens if count is not None), None),
+            "output_tokens": figures.num_output_tokens,
+            "pieces": record.num_pieces,
+            "longest_pause_ms": _ms(record.longest_pause_s),
+            "total_ms": _ms(self._last_s),
+            "first_token_ms": None if self.first_token_s is None else _ms(self.first_token_s),
+            "parts": [
+                {
+                    "kind": part.kind,
+                    "node": part.node,
+                    "start_ms": _ms(part.start_s),
+                    "ms": _ms(part.seconds),
+                    "includes": part.includes,
+                }
+                for part in self.parts()
+            ],
+            "hidden": {"start_ms": _ms(hidden_start_s), "ms": _ms(hidden_s)},
+            "transfer": {
+                "transport": figures.transport,
+                "mechanism": figures.mechanism,
+                "bytes": figures.num_bytes,
+                "ms": _ms(figures.transfer_s),
+            },
+        }
+
+
+class RecentRequests:
+    """The records of requests in flight and of the last `MAX_RECENT` finished ones, and the throughput."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._finished: deque[tuple[int, int, RequestRecord]] = deque(maxlen=MAX_RECENT)
+        self._num_finished = 0
+        self._live: dict[int, RequestRecord] = {}
+        self._seconds: deque[tuple[int, Counter[str]]] = deque(maxlen=HISTORY_S)  # what ended in each
+
+    @contextlib.contextmanager
+    def following(self, record: RequestRecord) -> Iterator[None]:
+        """Keep the record of a request that is answered inside the block, which notes the answer's end."""
+        number = next(self._numbers)
+        self._live[number] = record
+        try:
+            yield
+        except ApiError as error:
+            record.failed(error.status, str(error))
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            if record.marks.ended_s is None:  # a client may disconnect as soon as it has the last byte
+                record.failed(CLIENT_LEFT, "the client left before the answer was complete")
+            raise
+        finally:
+            record.ended(500)
+            del self._live[number]
+            self._num_finished += 1
+            self._finished.append((self._num_finished, number, record))
+            self._count(View(record))
+
+    def _count(self, view: View) -> None:
+        second = int(time.monotonic())
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, Counter()))
+        figures, has_failed = view.figures, view.has_failed
+        self._seconds[-1][1].update(
+            done=not has_failed,
+            failed=has_failed,
+            output_tokens=figures.num_output_tokens or 0,
+            bytes=figures.num_bytes,
+        )
+
+    def report(self, since: int) -> dict[str, Any]:
+        """Return the requests in flight and those that finished after a former report, oldest first, as JSON.
+
+        Args:
+            since: The `last` of that report; 0 for none.
+        """
+        live = itertools.islice(self._live.items(), MAX_LISTED)
+        new = [(number, record) for place, number, record in self._finished if place > since]
+        return {
+            "last": self._num_finished,
+            "keeps": MAX_RECENT,
+            "finished": [View(record).report(number) for number, record in new],
+            "num_in_flight": len(self._live),
+            "in_flight": [View(record).report(number) for number, record in live],
+            "history": self._history(),
+        }
+
+    def _history(self) -> dict[str, list[int]]:
+        """Return counts per second, oldest first. The last second is not over."""
+        end, counts, none = int(time.monotonic()), dict(self._seconds), Counter[str]()
+        entries = [counts.get(second, none) for second in range(end - HISTORY_S + 1, end + 1)]
+        return {name: [entry[name] for entry in entries] for name in HISTORY}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def mapping_in(source: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of JSON; empty in place of anything else."""
+    value = source.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _number(source: Mapping[str, Any], name: str) -> float:
+    """Return a number from 0 to `MAX_FIGURE`; 0 in place of anything else."""
+    value = source.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value <= MAX_FIGURE else 0.0
+
+
+def _count(metrics: Mapping[str, Any], name: str, usage: Mapping[str, Any], usage_name: str) -> int | None:
+    """Return a number of tokens. None if the node does not report it."""
+    for source, key in ((metrics, name), (usage, usage_name)):
+        if key in source:
+            return int(_number(source, key))
+    return None
+
+
+def text_in(source: Mapping[str, Any], name: str, max_chars: int) -> str:
+    """Return a text's beginning; empty in place of anything else."""
+    value = source.get(name)
+    return value[:max_chars] if isinstance(value, str) else ""
