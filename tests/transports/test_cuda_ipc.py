@@ -26,7 +26,6 @@ from kvferry.transports.errors import (
     IncompatiblePeerError,
     KVTransferError,
     PeerLostError,
-    ProtocolError,
     RegionError,
     TransportError,
 )
@@ -35,7 +34,7 @@ from kvferry.transports.registry import create_transport
 from kvferry.transports.shm import SharedMemoryTransport, cuda
 from kvferry.transports.shm.cuda import CudaDevice
 from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
-from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
+from kvferry.transports.shm.hello import Hello
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.harness import Link, Node
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
@@ -473,28 +472,6 @@ def test_without_cuda_the_error_says_what_to_install(
     with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cuda\]'"):
         transport.register(Pool([Segment(PAGE, PAGE, "cuda")]))
     transport.close()
-
-
-# -- what goes over the socket -----------------------------------------------------------------------
-
-
-ON_GPU = Hello(
-    512,
-    0,
-    (SharedSegment(1, 512, PAGE), SharedSegment(0, 0, PAGE)),
-    (Allocation(bytes(16), bytes(range(64))), Allocation(bytes(range(16)), bytes(64))),
-)
-
-
-def test_a_hello_of_a_pool_on_a_gpu_survives_encoding() -> None:
-    assert decode_hello(encode_hello(ON_GPU)) == ON_GPU
-
-
-@pytest.mark.parametrize("file", [-1, 2])
-def test_a_segment_outside_the_allocations_is_refused(file: int) -> None:
-    body = encode_hello(Hello(512, 4, (SharedSegment(file, 0, PAGE),), ON_GPU.allocations))
-    with pytest.raises(ProtocolError, match="impossible"):
-        decode_hello(body)
 
 
 def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:
