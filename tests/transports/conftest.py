@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools, pools_on_a_gpu
 from tests.support.promises import is_of_no_option
 
@@ -29,6 +31,20 @@ def socket_dir() -> Iterator[Path]:
     """A folder with a short path, because socket paths have at most 107 bytes and `tmp_path` may be long."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
+    """A stand-in for the driver of a machine with GPUs.
+
+    Everything that a test acquires from it must be released.
+    """
+    with CudaDriverStandIn(pinned_bytes=2 << 30) as stand_in:
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, stand_in)
+        yield stand_in
+    assert not +stand_in.held
+    assert not stand_in.violations
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
 from kvferry.transports.shm.hello import Hello
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.harness import Link, Node
-from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 from tests.support.peers import peers, said
 
 ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.gpu_peer"
@@ -47,20 +47,6 @@ SCATTERED = pairs_of(*((slot * PAGE, slot * PAGE, 100) for slot in range(64)))
 
 Create = Callable[[Mapping[str, object]], Transport]
 MakeNode = Callable[..., Node]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """A stand-in for the driver of a machine with GPUs.
-
-    Everything that a test acquires from it must be released.
-    """
-    with CudaDriverStandIn() as stand_in:
-        for name in BINDINGS:
-            monkeypatch.setitem(sys.modules, name, stand_in)
-        yield stand_in
-    assert not +stand_in.held
-    assert not stand_in.violations
 
 
 class OnGpu(SharedMemoryTransport):
