@@ -169,6 +169,28 @@ def test_libzmq_may_open_as_many_sockets_as_there_are_descriptors() -> None:
     )
 
 
+@pytest.mark.parametrize("scheme", ["shm", pytest.param("ucx", marks=NEEDS_UCXX)])
+def test_a_pending_connection_costs_no_processor_time_and_is_accepted_later(scheme: str) -> None:
+    said = succeeds(
+        scheme,
+        """
+        limit(256)
+        world = World(lambda: create_transport(scheme, {}))
+        server, client = world.node(4096), world.node(4096)
+        peer_id = client.endpoint.start_connect(server.endpoint.listen(""), timeout_s=20)
+        taken = take_all_but(0)
+        began = time.process_time()
+        assert server.endpoint.wait_events(1.0) == []
+        assert time.process_time() - began < 0.25, time.process_time() - began
+        for descriptor in taken:
+            os.close(descriptor)
+        world.serve(lambda: Connected(peer_id, incoming=False) in client.history and bool(server.history))
+        world.close()
+        """,
+    )
+    assert 1 <= said.count("cannot accept a peer") <= 5
+
+
 def test_a_zeromq_listener_without_descriptors_neither_spins_nor_starves_its_peers() -> None:
     """libzmq accepts in its own thread, and would retry without a pause."""
     succeeds(
