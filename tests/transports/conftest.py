@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.transports.registry import create_transport
+from kvferry.transports.testing import World
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools, pools_on_a_gpu
 from tests.support.promises import is_of_no_option
@@ -55,3 +59,16 @@ def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
     """
     with pools_on_a_gpu(monkeypatch) as pools:
         yield pools
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    """`(scheme, **options)` → a world of such nodes. It is closed after the test."""
+    with ExitStack() as stack:
+
+        def make(scheme: str, **options: Any) -> World:
+            world = World(lambda: create_transport(scheme, options))
+            stack.callback(world.close)
+            return world
+
+        yield make

@@ -41,10 +41,11 @@ from kvferry.transports.shm.sockets import Connection
 from kvferry.transports.streams import encode_frame
 from kvferry.transports.sums import SUM_BYTES, sum_of
 from kvferry.transports.tcp import wire as tcp
-from kvferry.transports.testing import Link, Node, World, built_in, connect_tcp, pairs_of
+from kvferry.transports.testing import Link, Node, World, built_in, pairs_of
 from kvferry.transports.ucx import wire as ucx
 from kvferry.transports.zeromq import wire as zeromq
 from kvferry.transports.zeromq.slices import checksum_of
+from tests.support.peers import dial
 
 POOL_BYTES = 1 << 20
 HELD = Guard(1, 5)
@@ -71,15 +72,6 @@ def each(table: Table, *, gpus: tuple[str, ...] = ()) -> pytest.MarkDecorator:
 
 
 # -- how each transport is spoken to -----------------------------------------------------------------
-
-
-def dial(address: str) -> socket.socket:
-    """Connect to a listener of any transport, as a stranger does."""
-    if not address.startswith("shm://@"):
-        return connect_tcp(address)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect("\0" + address.removeprefix("shm://@"))
-    return sock
 
 
 def wait_for_a_node(scheme: str) -> tuple[socket.socket, str]:
