@@ -5,6 +5,7 @@ test that reads.
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvferry.transports import Connected, Event, Guard, Pool, RegionPairs, TransferEnded
 from kvferry.transports.base import Transport
+from kvferry.transports.testing import connect_tcp
 from tests.support.patience import DEADLINE_S
 
 #: The guard that the programs hold.
@@ -48,6 +50,15 @@ def peers(**settings: Any) -> Iterator[Callable[..., Peer]]:
             peer.send_signal(signal.SIGCONT)
             peer.kill()
             peer.communicate()
+
+
+def dial(address: str) -> socket.socket:
+    """Connect to a listener of any transport, as a stranger does."""
+    if not address.startswith("shm://"):
+        return connect_tcp(address)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address.removeprefix("shm://").replace("@", "\0", 1))
+    return sock
 
 
 def said(peer: Peer) -> str:

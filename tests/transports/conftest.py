@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
+from kvferry.transports.registry import create_transport
 from kvferry.transports.testing import World
-from kvferry.transports.zeromq import ZeroMQTransport
-from kvferry.transports.zeromq.options import Address
+from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
 from tests.support.gpu_pools import GpuPools, pools_on_a_gpu
 from tests.support.promises import is_of_no_option
 
@@ -38,6 +38,20 @@ def socket_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
+    """A stand-in for the driver of a machine with GPUs.
+
+    Everything that a test acquires from it must be released.
+    """
+    with CudaDriverStandIn(pinned_bytes=2 << 30) as stand_in:
+        for name in BINDINGS:
+            monkeypatch.setitem(sys.modules, name, stand_in)
+        yield stand_in
+    assert not +stand_in.held
+    assert not stand_in.violations
+
+
+@pytest.fixture
 def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
     """Have the transports of a test allocate memory of a GPU.
 
@@ -47,63 +61,14 @@ def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
         yield pools
 
 
-class Raw:
-    """ZeroMQ sockets through which a test sends arbitrary messages."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._sockets: list[Any] = []
-
-    def socket(self, kind: int) -> Any:
-        self._sockets.append(self._context.socket(kind))
-        self._sockets[-1].linger = 0
-        return self._sockets[-1]
-
-    def dial(self, address: str, **options: int) -> Any:
-        client = self.socket(zmq.DEALER)
-        for name, value in options.items():
-            setattr(client, name, value)
-        client.connect(Address.parse(address).endpoint)
-        return client
-
-    def close(self) -> None:
-        for socket_ in self._sockets:
-            socket_.close()
-        self._context.term()
-
-    def receive(self, world: World, socket: Any) -> list[bytes]:
-        """Serve a world's nodes until a socket has a message."""
-        world.serve(lambda: bool(socket.poll(0)))
-        parts: list[bytes] = socket.recv_multipart()
-        return parts
-
-
 @pytest.fixture
-def raw() -> Iterator[Raw]:
-    raw = Raw()
-    yield raw
-    raw.close()
-
-
-@pytest.fixture
-def make_world(request: pytest.FixtureRequest) -> Iterator[Callable[..., World]]:
-    """Make worlds of `zeromq` nodes with these options. They are closed after the test.
-
-    Its parameter, if it has one, says where the pools are: `"main memory"` or `"GPU"`.
-    """
-    if getattr(request, "param", "") == "GPU":
-        request.getfixturevalue("gpu_pools")
+def make_world() -> Iterator[Callable[..., World]]:
+    """`(scheme, **options)` → a world of such nodes. It is closed after the test."""
     with ExitStack() as stack:
 
-        def make(**options: Any) -> World:
-            world = World(lambda: ZeroMQTransport(options))
+        def make(scheme: str, **options: Any) -> World:
+            world = World(lambda: create_transport(scheme, options))
             stack.callback(world.close)
             return world
 
         yield make
-
-
-@pytest.fixture
-def world(make_world: Callable[..., World]) -> World:
-    """A world of `zeromq` nodes with default options."""
-    return make_world()

@@ -17,9 +17,10 @@ import pytest
 from kvferry.transports import Connected, PeerLost
 from kvferry.transports.errors import BackpressureError, ConfigurationError, PeerLostError
 from kvferry.transports.limited_log import LimitedLog
-from kvferry.transports.registry import BUILT_IN, create_transport
+from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing import World, built_in
 from kvferry.transports.ucx.library import Worker
+from tests.support.peers import dial
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
 UCX = pytest.param("ucx", marks=needs_ucxx)
@@ -28,29 +29,6 @@ ADDRESSES = {scheme: f"{scheme}://127.0.0.1:1" for scheme in BUILT_IN} | {
     "auto": "auto://host;shm://@none;none",
     "inproc": "inproc://none",
 }
-
-
-@pytest.fixture
-def make_world() -> Iterator[Callable[..., World]]:
-    with ExitStack() as stack:
-
-        def make(scheme: str, **options: Any) -> World:
-            world = World(lambda: create_transport(scheme, options))
-            stack.callback(world.close)
-            return world
-
-        yield make
-
-
-def stranger(address: str) -> socket.socket:
-    """Connect to a listener, and send nothing."""
-    scheme, _, where = address.partition("://")
-    if scheme == "shm":
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect("\0" + where[1:])
-        return connection
-    host, _, port = where.rpartition(":")
-    return socket.create_connection((host, int(port)))
 
 
 def open_descriptors() -> set[str]:
@@ -189,7 +167,7 @@ def test_strangers_block_neither_a_listener_nor_its_log(
     address = server.endpoint.listen("")
     with ExitStack() as strangers, caplog.at_level(logging.WARNING):
         for _ in range(60):
-            strangers.enter_context(stranger(address))
+            strangers.enter_context(dial(address))
             server.history += server.endpoint.wait_events(0)
         peer_id = client.endpoint.start_connect(address, timeout_s=20)
         world.serve(lambda: Connected(peer_id, incoming=False) in client.history)

@@ -26,7 +26,6 @@ from kvferry.transports.errors import (
     IncompatiblePeerError,
     KVTransferError,
     PeerLostError,
-    ProtocolError,
     RegionError,
     TransportError,
 )
@@ -35,10 +34,10 @@ from kvferry.transports.registry import create_transport
 from kvferry.transports.shm import SharedMemoryTransport, cuda
 from kvferry.transports.shm.cuda import CudaDevice
 from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
-from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
+from kvferry.transports.shm.hello import Hello
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.harness import Link, Node
-from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 from tests.support.peers import peers, said
 
 ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.gpu_peer"
@@ -48,20 +47,6 @@ SCATTERED = pairs_of(*((slot * PAGE, slot * PAGE, 100) for slot in range(64)))
 
 Create = Callable[[Mapping[str, object]], Transport]
 MakeNode = Callable[..., Node]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """A stand-in for the driver of a machine with GPUs.
-
-    Everything that a test acquires from it must be released.
-    """
-    with CudaDriverStandIn() as stand_in:
-        for name in BINDINGS:
-            monkeypatch.setitem(sys.modules, name, stand_in)
-        yield stand_in
-    assert not +stand_in.held
-    assert not stand_in.violations
 
 
 class OnGpu(SharedMemoryTransport):
@@ -473,28 +458,6 @@ def test_without_cuda_the_error_says_what_to_install(
     with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cuda\]'"):
         transport.register(Pool([Segment(PAGE, PAGE, "cuda")]))
     transport.close()
-
-
-# -- what goes over the socket -----------------------------------------------------------------------
-
-
-ON_GPU = Hello(
-    512,
-    0,
-    (SharedSegment(1, 512, PAGE), SharedSegment(0, 0, PAGE)),
-    (Allocation(bytes(16), bytes(range(64))), Allocation(bytes(range(16)), bytes(64))),
-)
-
-
-def test_a_hello_of_a_pool_on_a_gpu_survives_encoding() -> None:
-    assert decode_hello(encode_hello(ON_GPU)) == ON_GPU
-
-
-@pytest.mark.parametrize("file", [-1, 2])
-def test_a_segment_outside_the_allocations_is_refused(file: int) -> None:
-    body = encode_hello(Hello(512, 4, (SharedSegment(file, 0, PAGE),), ON_GPU.allocations))
-    with pytest.raises(ProtocolError, match="impossible"):
-        decode_hello(body)
 
 
 def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:

@@ -28,7 +28,6 @@ from kvferry.transports.errors import (
     PeerLostError,
     RegionError,
     TransferTimeoutError,
-    TransportClosedError,
 )
 from kvferry.transports.regions import Guard, RegionPairs
 from kvferry.transports.testing.order import CheckedEndpoint, EventOrder
@@ -358,21 +357,6 @@ def quiet() -> Quiet:
     return Quiet(table, table.backend, PeerEndpoint("random", table), now)
 
 
-def test_a_loss_waits_for_a_read_that_cannot_be_interrupted(quiet: Quiet) -> None:
-    peer = quiet.connect()
-    read = quiet.start_read(peer, timeout_s=50.0)
-    quiet.table.lose(peer, PeerLostError("gone"))
-    assert quiet.endpoint.wait_events(1.0) == []
-    assert peer.state is PeerState.LEAVING
-    assert peer.connection.num_releases == 0
-    quiet.backend.end(read)
-    ended, lost = quiet.endpoint.wait_events(0.0)
-    assert isinstance(ended, TransferEnded)
-    assert isinstance(ended.error, PeerLostError)
-    assert lost == PeerLost(peer.peer_id, peer.loss.error if peer.loss else PeerLostError())
-    assert peer.connection.num_releases == 1
-
-
 def test_the_first_reason_to_stop_a_read_is_reported(quiet: Quiet) -> None:
     peer = quiet.connect()
     read = quiet.start_read(peer, timeout_s=1.0)
@@ -447,16 +431,6 @@ def test_a_timer_fires_once_and_not_if_it_was_cancelled(quiet: Quiet) -> None:
     quiet.endpoint.wait_events(5.0)
     assert fired == ["kept"]
     assert quiet.now[0] == 1005.0
-
-
-def test_closing_hangs_up_and_releases_without_events(quiet: Quiet) -> None:
-    peers = [quiet.connect() for _ in range(3)]
-    quiet.start_read(peers[0])
-    quiet.table.lose(peers[0], PeerLostError("gone"))
-    quiet.endpoint.close()
-    assert [(p.connection.num_hang_ups, p.connection.num_releases) for p in peers] == [(1, 1)] * 3
-    with pytest.raises(TransportClosedError):
-        quiet.endpoint.wait_events(0.0)
 
 
 def test_the_order_of_events_is_checked() -> None:

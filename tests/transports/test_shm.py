@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvferry.transports.regions import Guard
 from kvferry.transports.shm import SharedMemoryTransport
 from kvferry.transports.shm.options import SharedMemoryOptions
 from kvferry.transports.testing import TransportConformance, World, pairs_of
+from tests.support.peers import dial
 
 
 class _Conformance(TransportConformance):
@@ -23,12 +23,7 @@ class _Conformance(TransportConformance):
 
     @pytest.fixture
     def connect_raw(self) -> Any:
-        def connect(address: str) -> socket.socket:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.connect(address.removeprefix("shm://").replace("@", "\0", 1))
-            return sock
-
-        return connect
+        return dial
 
 
 class TestSharedMemory(_Conformance):

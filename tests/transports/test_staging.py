@@ -8,44 +8,31 @@ old bytes.
 
 from __future__ import annotations
 
-import itertools
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
 from kvferry.transports._slices import SliceLimits
-from kvferry.transports.auto import AutoTransport
-from kvferry.transports.base import Arena, Endpoint, PeerLost, Transport
+from kvferry.transports.base import PeerLost, Transport
 from kvferry.transports.cuda_mover import CudaMover
 from kvferry.transports.errors import (
-    ConfigurationError,
     KVTransferError,
-    PeerLostError,
     ProtocolError,
-    StaleRegionError,
-    TransferTimeoutError,
-    TransportClosedError,
     TransportError,
 )
-from kvferry.transports.regions import Guard, Pool, RegionPairs
+from kvferry.transports.regions import Guard, RegionPairs
+from kvferry.transports.registry import create_transport
 from kvferry.transports.streams import encode_frame
-from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.testing import (
-    HostileProxy,
     World,
     pairs_of,
 )
 from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
-from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.zeromq import ZeroMQTransport
-from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn, CUresult
+from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 from tests.support.gpu_pools import has_all_buffers, recorded_movers
 from tests.support.promises import OwnershipAndGuards
 
@@ -57,71 +44,23 @@ EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 #: Small slices and the smallest ring, so that reads need many buffers and wait for them.
 TIGHT = {"slice_bytes": 256 << 10, "staging_bytes": 1 << 20}
 
+SCHEMES = ["zeromq", "tcp", "ucx"]
+
 Create = Callable[[Mapping[str, object]], Transport]
 MakeNode = Callable[..., Node]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """A stand-in for the driver of a machine with GPUs.
-
-    Everything that a test acquires from it must be released.
-    """
-    with CudaDriverStandIn(pinned_bytes=2 << 30) as stand_in:
-        for name in BINDINGS:
-            monkeypatch.setitem(sys.modules, name, stand_in)
-        yield stand_in
-    assert not +stand_in.held
-    assert not stand_in.violations
-
-
-class ZeroMQOnGpu(ZeroMQTransport):
-    """Its arenas are memory of a stand-in's GPU, as an engine's framework would have allocated it."""
-
-    driver: CudaDriverStandIn
-
-    def _allocate(self, num_bytes: int) -> Arena:
-        return self.driver.allocate(num_bytes)
-
-
-class TcpOnGpu(TcpTransport):
-    """Likewise."""
-
-    driver: CudaDriverStandIn
-
-    def _allocate(self, num_bytes: int) -> Arena:
-        return self.driver.allocate(num_bytes)
-
-
-class UCXOnGpu(UCXTransport):
-    """Likewise."""
-
-    driver: CudaDriverStandIn
-
-    def _allocate(self, num_bytes: int) -> Arena:
-        return self.driver.allocate(num_bytes)
-
-
-KINDS: dict[str, tuple[type[Transport], type[ZeroMQOnGpu | TcpOnGpu | UCXOnGpu]]] = {
-    "zeromq": (ZeroMQTransport, ZeroMQOnGpu),
-    "tcp": (TcpTransport, TcpOnGpu),
-    "ucx": (UCXTransport, UCXOnGpu),
-}
 
 
 def make(
     scheme: str, driver: CudaDriverStandIn, options: Mapping[str, object], *, on_gpu: bool = True
 ) -> Transport:
-    host, gpu = KINDS[scheme]
-    if not on_gpu:
-        return host(options)  # type: ignore[call-arg]
-    transport = gpu(options)
-    transport.driver = driver
+    transport = create_transport(scheme, options)
+    if on_gpu:  # its arenas are memory of the stand-in's GPU, as an engine's framework allocates it
+        transport._allocate = driver.allocate  # type: ignore[method-assign]
     return transport
 
 
 @pytest.mark.option
-@pytest.mark.parametrize("scheme", list(KINDS))
+@pytest.mark.parametrize("scheme", SCHEMES)
 class TestATightRing(OwnershipAndGuards):
     """`test_sliced` proves what happens to a slice; this is that each transport does it."""
 
@@ -130,36 +69,7 @@ class TestATightRing(OwnershipAndGuards):
         return lambda options: make(scheme, driver, {**TIGHT, **options})
 
 
-class AutoOnGpu(AutoTransport):
-    """Likewise, with each node on a host of its own if `hosts` is set."""
-
-    driver: CudaDriverStandIn
-    hosts: Iterator[int] | None = None
-
-    def _allocate(self, num_bytes: int) -> Arena:
-        return self.driver.allocate(num_bytes)
-
-    def register(self, pool: Pool) -> Endpoint:
-        endpoint: Any = super().register(pool)
-        if self.hosts is not None:
-            endpoint._host = f"host-{next(self.hosts)}"
-        return endpoint
-
-
-@pytest.mark.full  # it passes everything on to transports that are tested above
-@pytest.mark.parametrize("hosts", [None, itertools.count()], ids=["on one host", "between hosts"])
-class TestAutoOnGpus(OwnershipAndGuards):
-    @pytest.fixture
-    def create(self, driver: CudaDriverStandIn, hosts: Iterator[int] | None) -> Create:
-        def make_auto(options: Mapping[str, object]) -> Transport:
-            transport = AutoOnGpu({"network": "zeromq", **options})
-            transport.driver, transport.hosts = driver, hosts
-            return transport
-
-        return make_auto
-
-
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=SCHEMES)
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -241,90 +151,6 @@ def test_a_copy_that_fails_at_the_owner_loses_the_peer_that_asked(
     (lost,) = producer.of_type(PeerLost)
     assert "cuMemcpyAsync: CUDA_ERROR_ILLEGAL_ADDRESS" in str(lost.error)
     assert world.read(other, SCATTERED, HELD).error is None
-
-
-def test_a_guard_that_is_cleared_while_the_owner_copies_makes_the_read_stale(
-    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover]
-) -> None:
-    producer, consumer = make_node(True), make_node(False)
-    link = world.link(producer, consumer)
-    driver.is_paused = True
-    transfer_id = start(link, SCATTERED)
-    world.serve(lambda: movers[0].has_open_tickets)
-    producer.transport.guards.clear(HELD.index)
-    driver.is_paused = False
-    world.serve(lambda: ended(consumer, transfer_id))
-    assert isinstance(consumer.ends_of(transfer_id)[0].error, StaleRegionError)
-
-
-def test_a_link_that_is_cut_while_both_sides_copy(
-    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover]
-) -> None:
-    """Each side gets its buffers back as soon as its copies have ended."""
-    first, second = make_node(True), make_node(True)
-    listening = urlsplit(first.endpoint.listen(""))
-    with HostileProxy(listening.port or 0, ["cut"], seed=0, rate=0.0) as proxy:
-        link = world.link(first, second, listening._replace(netloc=f"127.0.0.1:{proxy.port}").geturl())
-        driver.is_paused = True
-        reads = [(second, start(link, EVERYTHING))]
-        reads.append((first, first.endpoint.start_read(link.consumer_id, EVERYTHING, HELD, timeout_s=20)))
-        world.serve(lambda: all(mover.has_open_tickets for mover in movers))
-    world.serve(lambda: bool(first.of_type(PeerLost) and second.of_type(PeerLost)))
-    for node, read in reads:
-        assert isinstance(node.ends_of(read)[0].error, PeerLostError)
-    driver.is_paused = False
-    world.serve(lambda: all(not mover.has_open_tickets and has_all_buffers(mover) for mover in movers))
-
-
-@pytest.mark.parametrize("how", ["timeout", "disconnect", "peer lost"])
-def test_a_read_that_is_stopped_ends_with_its_copies(
-    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover], how: str
-) -> None:
-    producer, consumer = make_node(False), make_node(True)
-    producer.fill(1)
-    link = world.link(producer, consumer)
-    driver.is_paused = True
-    transfer_id = start(link, SCATTERED, timeout_s=0.1 if how == "timeout" else DEADLINE_S)
-    world.serve(lambda: movers[0].has_open_tickets)
-    if how == "disconnect":
-        consumer.endpoint.disconnect(link.producer_id)
-    elif how == "peer lost":
-        producer.endpoint.close()
-    until = time.monotonic() + 0.4
-    world.serve(lambda: time.monotonic() > until, consumer)
-    assert not ended(consumer, transfer_id), "a copy still writes into the pool"
-    assert not consumer.of_type(PeerLost), "a peer is lost after the ends of its reads"
-    driver.is_paused = False
-    world.serve(lambda: ended(consumer, transfer_id), consumer)
-    expected = {
-        "timeout": TransferTimeoutError,
-        "disconnect": TransportClosedError,
-        "peer lost": PeerLostError,
-    }
-    assert isinstance(consumer.ends_of(transfer_id)[0].error, expected[how])
-    before = consumer.memory().copy()
-    until = time.monotonic() + 0.2
-    world.serve(lambda: time.monotonic() > until, consumer)
-    assert np.array_equal(consumer.memory(), before), "bytes were written after the end was reported"
-
-
-def test_closing_waits_for_copies_into_the_pool(
-    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover]
-) -> None:
-    producer, consumer = make_node(False), make_node(True)
-    producer.fill(1)
-    link = world.link(producer, consumer)
-    driver.is_paused = True
-    start(link, SCATTERED)
-    world.serve(lambda: movers[0].has_open_tickets)
-    resume = threading.Timer(0.3, setattr, (driver, "is_paused", False))
-    resume.start()
-    consumer.endpoint.close()
-    resume.join()
-    before = consumer.memory().copy()
-    until = time.monotonic() + 0.2
-    world.serve(lambda: time.monotonic() > until, producer)
-    assert np.array_equal(consumer.memory(), before)
 
 
 def test_reads_of_several_peers_share_a_ring_that_is_too_small_for_one(
@@ -434,9 +260,3 @@ def test_two_nodes_that_read_from_each_other_do_not_fill_each_others_rings(
     ]
     world.serve(lambda: all(ended(node, read) for node, read in reads))
     assert [node.ends_of(read)[0].error for node, read in reads] == [None, None]
-
-
-def test_a_ring_smaller_than_a_slice_is_refused(make_node: MakeNode) -> None:
-    with pytest.raises(ConfigurationError, match="raise staging_bytes or lower slice_bytes") as caught:
-        make_node(True, slice_bytes=2 << 20, staging_bytes=1 << 20)
-    assert (caught.value.key, caught.value.value) == ("staging_bytes", 1 << 20)

@@ -13,7 +13,6 @@ import pytest
 
 from kvferry.transports import Connected, Endpoint, PeerLost, Pool
 from kvferry.transports.errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
-from kvferry.transports.registry import available_transports
 from kvferry.transports.ucx import UCXOptions, UCXTransport
 from kvferry.transports.ucx.options import Address
 
@@ -161,16 +160,3 @@ def test_a_wildcard_needs_an_advertised_host(make: Make) -> None:
 @pytest.mark.parametrize("host", ["::1", "localhost"])
 def test_hosts_may_be_ipv6_or_names(make: Make, host: str) -> None:
     assert isinstance(connect(make(), make(bind_host=host)), Connected)
-
-
-@needs_ucxx
-def test_an_unknown_host_is_a_lost_peer(make: Make) -> None:
-    dialer = make(allow_plaintext=True)
-    peer_id = dialer.start_connect("ucx://no-such-host.invalid:1", timeout_s=5)
-    (lost,) = dialer.wait_events(10)
-    assert isinstance(lost, PeerLost)
-    assert lost.peer_id == peer_id
-
-
-def test_the_transport_is_listed_even_if_it_is_unavailable() -> None:
-    assert "ucx" in available_transports()

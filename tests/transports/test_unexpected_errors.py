@@ -17,7 +17,7 @@ import zmq
 from kvferry.transports import Connected, PeerLost
 from kvferry.transports.errors import KVTransferError
 from kvferry.transports.nixl.library import Agent, Transfer
-from kvferry.transports.registry import BUILT_IN, create_transport
+from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.shm.guards import PeerGuards
 from kvferry.transports.shm.pools import RemoteMemory, SharedPool
 from kvferry.transports.streams import Poller
@@ -141,19 +141,6 @@ def connects(world: World, server: Node, address: str, node: Node) -> Link | Non
     if node.of_type(PeerLost):
         return None
     return Link(server, node, peer_id, server.of_type(Connected)[-1].peer_id)
-
-
-@pytest.fixture
-def make_world() -> Iterator[Callable[[str], World]]:
-    worlds: list[World] = []
-
-    def make(scheme: str) -> World:
-        worlds.append(World(lambda: create_transport(scheme, {})))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
 
 
 @pytest.mark.parametrize(("scheme", "owner", "name"), CASES)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.transports import Transport
-from kvferry.transports.testing import TransportConformance, connect_tcp, read_without_checks
+from kvferry.transports.testing import TransportConformance, World, connect_tcp, pairs_of, read_without_checks
+from kvferry.transports.testing.harness import HELD
 from kvferry.transports.zeromq import ZeroMQTransport
 
 Create = Callable[[Mapping[str, object]], Transport]
@@ -40,3 +42,18 @@ class TestEncryptedZeroMQ(_Conformance):
         secret.chmod(0o600)
         common = {"curve": "on", "shared_secret_file": str(secret)}
         return lambda options: ZeroMQTransport({**common, **options})
+
+
+def test_regions_by_reference_share_a_slice() -> None:
+    """A read of several slices with several large regions each puts every region into its place."""
+    num_bytes, half = 4 << 20, 512 << 10
+    world = World(lambda: ZeroMQTransport({"slice_bytes": 1 << 20}))
+    try:
+        link = world.pair(num_bytes)
+        link.producer.transport.guards.set(HELD.index, HELD.value)
+        pairs = pairs_of(*((at, num_bytes - half - at, half) for at in range(0, num_bytes, half)))
+        assert world.read(link, pairs, HELD).error is None
+        expected = link.producer.memory().reshape(-1, half)[::-1].ravel()
+        assert np.array_equal(link.consumer.memory(), expected)
+    finally:
+        world.close()

@@ -11,7 +11,6 @@ import pytest
 
 from kvferry.transports import Connected, Endpoint, Pool
 from kvferry.transports.errors import ConfigurationError
-from kvferry.transports.registry import available_transports, create_transport
 from kvferry.transports.zeromq import ZeroMQOptions, ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 
@@ -108,11 +107,6 @@ def test_a_bad_option_is_named(key: str, value: object) -> None:
 def test_a_window_that_would_not_be_bounded_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="window_slices"):
         ZeroMQOptions(slice_bytes=4 << 20, window_slices=64)
-
-
-def test_the_registry_knows_the_transport() -> None:
-    assert "zeromq" in available_transports()
-    create_transport("zeromq", {}).close()
 
 
 def test_a_taken_port_is_an_error_that_names_it(make: Make, taken: int) -> None:

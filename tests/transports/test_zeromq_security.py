@@ -63,6 +63,15 @@ class Keys:
             "curve_allowed_keys_file": self._write(f"{name}.allowed", b"\n".join(lines)),
         }
 
+    def options(self, words: str) -> Options:
+        """Return options by name, or those of a node with the names of the nodes that it allows."""
+        named: dict[str, Options] = {
+            "plaintext": {"curve": "off"},
+            "shared": self.shared(),
+            "shared differently": self.shared("another secret of sixteen bytes"),
+        }
+        return named[words] if words in named else self.own(*words.split())
+
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Keys:
@@ -78,76 +87,51 @@ def outcome(server: Endpoint, client: Endpoint, address: str) -> tuple[Event, li
     return events[0], seen
 
 
-def test_a_shared_secret_lets_its_holders_in(make: Make, keys: Keys) -> None:
-    server = make(keys.shared())
-    event, _ = outcome(server, make(keys.shared()), server.listen(""))
-    assert isinstance(event, Connected)
+#: How the listener and the node that connects are started; whether the address names the listener's key,
+#: another's, or none; and whether the node is admitted.
+ADMISSIONS: dict[str, tuple[str, str, str, bool]] = {
+    "the same secret": ("shared", "shared", "its own", True),
+    "another secret": ("shared", "shared differently", "its own", False),
+    "keys that allow each other": ("producer stranger consumer", "consumer producer", "its own", True),
+    "a node that is not allowed": ("producer consumer", "stranger producer", "its own", False),
+    # An address comes over a path that is not authenticated, so a key in it proves nothing.
+    "a listener that is not allowed": ("stranger consumer", "consumer producer", "its own", False),
+    "a listener without the key of its address": ("stranger consumer", "consumer producer", "another's", False),
+    "plaintext to a key": ("shared", "plaintext", "its own", False),
+    "plaintext to an address without its key": ("shared", "plaintext", "none", False),
+    "a key to plaintext, a downgrade": ("plaintext", "shared", "its own", False),
+}  # fmt: skip
 
 
-def test_key_files_admit_the_nodes_that_they_list(make: Make, keys: Keys) -> None:
-    server = make(keys.own("producer", "stranger", "consumer"))
-    event, _ = outcome(server, make(keys.own("consumer", "producer")), server.listen(""))
-    assert isinstance(event, Connected)
+@pytest.mark.parametrize(
+    ("theirs", "ours", "names", "is_admitted"), ADMISSIONS.values(), ids=ADMISSIONS.keys()
+)
+def test_a_node_is_admitted_by_its_key(
+    make: Make, keys: Keys, theirs: str, ours: str, names: str, is_admitted: bool
+) -> None:
+    """A node that is not gets nothing, and its listener reports nothing."""
+    server, client = make(keys.options(theirs)), make(keys.options(ours))
+    address = Address.parse(server.listen(""))
+    if names != "its own":
+        other = Address.parse(make(keys.own("producer", "consumer")).listen(""))
+        address = Address(address.host, address.port, other.server_key if names == "another's" else b"")
+    event, seen = outcome(server, client, str(address))
+    if is_admitted:
+        assert isinstance(event, Connected)
+        return
+    assert isinstance(event, PeerLost)
+    assert isinstance(event.error, PeerRefusedError) or (
+        names == "another's" and isinstance(event.error, PeerLostError)
+    )
+    assert seen == []
 
 
-def test_a_key_that_is_not_allowed_is_refused(
+def test_a_refusal_is_logged_with_the_address(
     make: Make, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = make(keys.own("producer", "consumer"))
-    event, seen = outcome(server, make(keys.own("stranger", "producer")), server.listen(""))
-    assert isinstance(event, PeerLost)
-    assert isinstance(event.error, PeerRefusedError)
-    assert seen == []
+    outcome(server, make(keys.own("stranger", "producer")), server.listen(""))
     assert "127.0.0.1" in caplog.text
-
-
-def test_an_imposter_is_refused_before_anything_is_sent(make: Make, keys: Keys) -> None:
-    """An address comes over a path that is not authenticated, so a key in it proves nothing."""
-    server = make(keys.own("stranger", "consumer"))
-    event, seen = outcome(server, make(keys.own("consumer", "producer")), server.listen(""))
-    assert isinstance(event, PeerLost)
-    assert isinstance(event.error, PeerRefusedError)
-    assert seen == []
-
-
-def test_a_wrong_server_key_never_connects(make: Make, keys: Keys) -> None:
-    """The address contains the key of an allowed node, but another node answers there."""
-    address = Address.parse(make(keys.own("producer", "consumer")).listen(""))
-    other = make(keys.own("stranger", "consumer"))
-    there = Address.parse(other.listen(""))
-    forged = str(Address(there.host, there.port, address.server_key))
-    event, seen = outcome(other, make(keys.own("consumer", "producer")), forged)
-    assert isinstance(event, PeerLost)
-    assert isinstance(event.error, PeerRefusedError | PeerLostError)
-    assert seen == []
-
-
-def test_another_shared_secret_is_refused(make: Make, keys: Keys) -> None:
-    server = make(keys.shared())
-    event, seen = outcome(server, make(keys.shared("another secret of sixteen bytes")), server.listen(""))
-    assert isinstance(event, PeerLost)
-    assert isinstance(event.error, PeerRefusedError)
-    assert seen == []
-
-
-@pytest.mark.parametrize("has_key", [True, False])
-def test_plaintext_to_an_encrypted_node_gets_nothing(make: Make, keys: Keys, has_key: bool) -> None:
-    server = make(keys.shared())
-    address = Address.parse(server.listen(""))
-    asked = str(Address(address.host, address.port, address.server_key if has_key else b""))
-    event, seen = outcome(server, make({"curve": "off"}), asked)
-    assert isinstance(event, PeerLost)
-    assert isinstance(event.error, PeerRefusedError)
-    assert seen == []
-
-
-def test_a_downgrade_is_refused(make: Make, keys: Keys) -> None:
-    """The key was removed from the address."""
-    server = make({})
-    event, seen = outcome(server, make(keys.shared()), server.listen(""))
-    assert isinstance(event, PeerLost)
-    assert isinstance(event.error, PeerRefusedError)
-    assert seen == []
 
 
 def test_without_the_right_key_not_one_byte_of_ours_is_received(make: Make, keys: Keys) -> None:
@@ -197,24 +181,26 @@ def test_no_peer_connects_beyond_loopback_without_encryption(make: Make) -> None
 
 
 class TestFiles:
-    def test_a_missing_file_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match="/none/such") as caught:
-            ZeroMQTransport({"shared_secret_file": "/none/such"})
-        assert caught.value.key == "shared_secret_file"
-
-    def test_a_short_secret_is_refused(self, keys: Keys) -> None:
-        with pytest.raises(ConfigurationError, match="16 bytes"):
-            ZeroMQTransport(keys.shared("too short"))
-
-    def test_the_key_files_go_together(self, keys: Keys) -> None:
-        options = keys.own("producer")
-        del options["curve_allowed_keys_file"]
-        with pytest.raises(ConfigurationError, match="go together"):
-            ZeroMQTransport(options)
-
-    def test_two_kinds_of_keys_are_refused(self, keys: Keys) -> None:
-        with pytest.raises(ConfigurationError, match="exclude"):
-            ZeroMQTransport({**keys.own("producer"), **keys.shared()})
+    @pytest.mark.parametrize(
+        ("change", "words", "key"),
+        [
+            (lambda keys: {"shared_secret_file": "/none/such"}, "/none/such", "shared_secret_file"),
+            (lambda keys: keys.shared("too short"), "16 bytes", "shared_secret_file"),
+            (
+                lambda keys: {**keys.own("producer"), "curve_allowed_keys_file": ""},
+                "go together",
+                "curve_allowed_keys_file",
+            ),
+            (lambda keys: {**keys.own("producer"), **keys.shared()}, "exclude", "shared_secret_file"),
+        ],
+        ids=["missing", "too short", "one of two", "two kinds"],
+    )
+    def test_a_file_that_cannot_be_used_is_named(
+        self, keys: Keys, change: Callable[[Keys], Options], words: str, key: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=words) as caught:
+            ZeroMQTransport(change(keys))
+        assert caught.value.key == key
 
     def test_a_malformed_key_is_refused_and_not_shown(self, keys: Keys) -> None:
         options = keys.own("producer", "consumer")
