@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.config import KVTransferConfig
-from kvferry.connector.errors import ConnectorError
 from kvferry.lab.engine.engine import Engine
-from kvferry.lab.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from kvferry.lab.engine.errors import InvalidRequestError, PromptTooLongError
 from kvferry.lab.engine.settings import EngineSettings
 from kvferry.lab.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
@@ -58,25 +56,6 @@ def _is_whole(engine: Engine) -> bool:
     return stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
 
 
-async def test_an_answer_comes_piece_by_piece(engine: Engine) -> None:
-    outputs = await _all(engine.generate(_request("a", 1, 2, 3, max_tokens=8)))
-    assert [len(output.new_token_ids) for output in outputs] == [1] * 8
-    assert [output.finish_reason for output in outputs] == [None] * 7 + ["length"]
-    token_ids = [token for output in outputs for token in output.new_token_ids]
-    text = "".join(output.text_delta for output in outputs)
-    assert text == engine.tokenizer.decode(token_ids, skip_special_tokens=True)
-    assert _is_whole(engine)
-
-
-async def test_each_of_many_concurrent_requests_gets_its_own_answer(engine: Engine) -> None:
-    requests = [_request(f"r{i}", i, i + 1, max_tokens=6) for i in range(12)]
-    answers = await asyncio.gather(*[_all(engine.generate(request)) for request in requests])
-    for index, outputs in enumerate(answers):
-        assert {output.request_id for output in outputs} == {f"r{index}"}
-        assert outputs[-1].metrics.num_output_tokens == 6
-    assert _is_whole(engine)
-
-
 async def test_closing_the_generator_aborts_the_request(engine: Engine) -> None:
     outputs = engine.generate(_request("a", *range(50), max_tokens=300))
     await anext(outputs)
@@ -94,16 +73,6 @@ async def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
     await _until(lambda: _is_whole(engine))
 
 
-async def test_abort_ends_the_answer_with_its_finish_reason(engine: Engine) -> None:
-    task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
-    await _until(lambda: engine.stats().totals.num_output_tokens > 0)
-    engine.abort("a")
-    engine.abort("unknown")
-    outputs = await task
-    assert outputs[-1].finish_reason == "abort"
-    assert len(outputs) < 300
-
-
 async def test_a_refused_request_raises_and_the_engine_keeps_running(engine: Engine) -> None:
     with pytest.raises(PromptTooLongError) as too_long:
         await _all(engine.generate(_request("long", *[1] * 400)))
@@ -115,58 +84,3 @@ async def test_a_refused_request_raises_and_the_engine_keeps_running(engine: Eng
     await anext(first)
     await first.aclose()
     assert len(await _all(engine.generate(_request("b", 1, max_tokens=2)))) == 2
-
-
-async def test_before_start_and_after_close_nothing_is_served(tiny_model: Callable[[str], Path]) -> None:
-    engine = Engine(_settings(tiny_model))
-    with pytest.raises(EngineDeadError, match="not started"):
-        await _all(engine.generate(_request("a", 1)))
-    assert not engine.stats().healthy
-    engine.start()
-    assert engine.stats().healthy
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineDeadError, match="closed"):
-        await _all(engine.generate(_request("a", 1)))
-    with pytest.raises(EngineDeadError, match="once"):
-        engine.start()
-
-
-async def test_close_aborts_running_requests(tiny_model: Callable[[str], Path]) -> None:
-    engine = Engine(_settings(tiny_model))
-    engine.start()
-    task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
-    await _until(lambda: engine.stats().totals.num_output_tokens > 0)
-    await asyncio.to_thread(engine.close)
-    assert (await task)[-1].finish_reason == "abort"
-
-
-async def test_when_the_step_loop_dies_every_request_fails_and_the_engine_reports_why(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = engine.generate(_request("a", 1, 2, max_tokens=300))
-    await anext(outputs)
-    core = engine._started()
-    monkeypatch.setattr(core.parts.executor.runner, "_model", None)
-    with pytest.raises(EngineDeadError, match="NoneType"):
-        await _all(outputs)
-    with pytest.raises(EngineDeadError, match="NoneType"):
-        await _all(engine.generate(_request("b", 1)))
-    assert not engine.stats().healthy
-    assert "NoneType" in engine.stats().error
-
-
-async def test_malformed_transfer_params_are_refused_and_the_node_keeps_running(
-    tiny_model: Callable[[str], Path],
-) -> None:
-    settings = _settings(tiny_model, kv_transfer=KVTransferConfig("shm", "kv_both"))
-    with running_engine(settings) as engine:
-        for params in ({"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
-            with pytest.raises(ConnectorError):
-                await _all(engine.generate(_request("a", 1, 2, params=params)))
-        outputs = await _all(
-            engine.generate(_request("b", 1, 2, params={"do_remote_decode": True}, max_tokens=1))
-        )
-        assert outputs[-1].kv_transfer_params is not None
-        assert outputs[-1].kv_transfer_params["remote_num_tokens"] == 2
-        assert engine.stats().num_offered == 1

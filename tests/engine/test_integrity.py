@@ -7,15 +7,6 @@ from typing import Any
 import pytest
 
 
-def test_consistent_blocks_are_not_mentioned(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
-    node = make_node()
-    node.answer(range(40), max_tokens=4)
-    node.add("under way", range(30))
-    node.step()
-    node.core.close()
-    assert "lost track" not in caplog.text
-
-
 def test_a_block_that_is_held_and_free_is_reported(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
     node = make_node()
     node.add("a", range(8))

@@ -54,17 +54,3 @@ def test_concurrent_prompts_get_the_answers_of_transformers(core: EngineCore, to
     for text, prompt in prompts.items():
         assert answers[text] == generate_greedily(plain, prompt, NUM_TOKENS), text
     assert tokenizer.decode(answers[PROMPTS[0]]).startswith(" Paris")
-
-
-def test_a_chat_is_answered_and_ends_by_itself(core: EngineCore, tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    sampling = SamplingParams(temperature=0.0, max_tokens=40)
-    core.add(GenerationRequest("chat", tuple(prompt), sampling), time.monotonic())
-    text, reason = "", None
-    while core.has_work:
-        for output in core.step()[1]:
-            text, reason = text + output.text_delta, output.finish_reason
-    assert "Paris" in text
-    assert "<|im_end|>" not in text
-    assert reason == "stop"
