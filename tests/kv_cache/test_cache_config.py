@@ -52,15 +52,6 @@ def test_one_kind_has_one_tensor_per_layer(full: FullAttentionSpec, make_config:
     assert config.kv_cache_groups == (KVCacheGroupSpec(("layers.0", "layers.1"), full),)
 
 
-def test_different_pages_of_one_kind_have_tensors_of_their_own_size(
-    full: FullAttentionSpec, make_config: MakeConfig
-) -> None:
-    page = full.page_size_bytes
-    config = get_kv_cache_config(make_config(), layers(full, replace(full, num_kv_heads=4)), 9 * page)
-    assert config.num_blocks == 3
-    assert [tensor.size for tensor in config.kv_cache_tensors] == [3 * page, 6 * page]
-
-
 def test_several_kinds_share_as_many_tensors_as_a_group_has_layers(
     full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
 ) -> None:
@@ -84,19 +75,6 @@ def test_padding_is_reported_with_the_share_that_it_wastes(
     assert {name for tensor in config.kv_cache_tensors for name in tensor.shared_by} == {
         f"layers.{i}" for i in range(5)
     }
-
-
-def test_no_padding_is_not_reported(
-    full: FullAttentionSpec, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        get_kv_cache_config(make_config(), layers(full, full), 2**20)
-    assert not caplog.records
-
-
-def test_the_override_sets_the_number_of_blocks(full: FullAttentionSpec, make_config: MakeConfig) -> None:
-    config = get_kv_cache_config(make_config(num_blocks_override=9), layers(full), 2**30)
-    assert (config.num_blocks, config.kv_cache_tensors[0].size) == (9, 9 * full.page_size_bytes)
 
 
 def test_layers_that_cannot_share_a_pool_are_an_error(

@@ -91,11 +91,6 @@ def test_a_group_needs_layers_that_merge(full: FullAttentionSpec, windowed: Wind
         create_kv_cache_group_specs({}, [[]])
 
 
-def test_one_kind_is_one_group(full: FullAttentionSpec, make_config: MakeConfig) -> None:
-    (group,) = get_kv_cache_groups(make_config(), layers(full, full, full))
-    assert group.layer_names == ("layers.0", "layers.1", "layers.2")
-
-
 def test_one_kind_with_different_pages_is_one_composite_group(
     full: FullAttentionSpec, make_config: MakeConfig
 ) -> None:
@@ -152,13 +147,6 @@ def test_a_state_padded_to_the_attention_page_joins_the_pool(
     assert num_blocks_per_request(make_config(64), groups) == 16 + 1
 
 
-def test_several_kinds_with_different_pages_are_an_error(
-    full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
-) -> None:
-    with pytest.raises(ConfigurationError, match="the same page size in bytes"):
-        get_kv_cache_groups(make_config(), layers(full, replace(windowed(8), head_size=16)))
-
-
 # -- the hybrid manager off --------------------------------------------------------------------------
 
 
@@ -177,10 +165,6 @@ def test_chunked_layers_become_full_attention(full: FullAttentionSpec, chunked: 
     assert unify_hybrid_kv_cache_specs(layers(full, chunked(8))) == layers(
         full, replace(full, attention_chunk_size=8)
     )
-
-
-def test_one_kind_stays_as_it_is(windowed: Windowed) -> None:
-    assert unify_hybrid_kv_cache_specs(layers(windowed(8), windowed(8))) == layers(windowed(8), windowed(8))
 
 
 def test_kinds_that_cannot_become_one_are_an_error(
