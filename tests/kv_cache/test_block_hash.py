@@ -121,6 +121,11 @@ def test_a_plain_request_needs_no_extra_keys(make_request: MakeRequest) -> None:
     assert generate_block_hash_extra_keys(request, 0, 4, 0) == (None, 0)
 
 
+@pytest.mark.parametrize("extra", [{"lora_id": "a"}, {"cache_salt": "a"}, {"mm_features": (IMAGE,)}])
+def test_adapter_salt_and_items_need_extra_keys(make_request: MakeRequest, extra: dict[str, Any]) -> None:
+    assert need_extra_keys(make_request("r", list(range(8)), **extra))
+
+
 def test_the_adapter_is_in_every_block_and_the_salt_in_the_first(make_request: MakeRequest) -> None:
     request = make_request("r", list(range(8)), lora_id="a", cache_salt="s")
     assert generate_block_hash_extra_keys(request, 0, 4, 0)[0] == (("lora", "a"), ("salt", "s"))

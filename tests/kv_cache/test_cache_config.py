@@ -52,6 +52,15 @@ def test_one_kind_has_one_tensor_per_layer(full: FullAttentionSpec, make_config:
     assert config.kv_cache_groups == (KVCacheGroupSpec(("layers.0", "layers.1"), full),)
 
 
+def test_different_pages_of_one_kind_have_tensors_of_their_own_size(
+    full: FullAttentionSpec, make_config: MakeConfig
+) -> None:
+    page = full.page_size_bytes
+    config = get_kv_cache_config(make_config(), layers(full, replace(full, num_kv_heads=4)), 9 * page)
+    assert config.num_blocks == 3
+    assert [tensor.size for tensor in config.kv_cache_tensors] == [3 * page, 6 * page]
+
+
 def test_several_kinds_share_as_many_tensors_as_a_group_has_layers(
     full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
 ) -> None:

@@ -295,6 +295,7 @@ class EngineWithMemory(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
+        assert self.manager.pinned_request_ids == self.held.keys()
         for slots in self.held.values():
             for slot, content in slots.items():
                 assert self.memory[slot] == content, "a block changed under a transfer"

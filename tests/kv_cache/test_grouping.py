@@ -167,6 +167,10 @@ def test_chunked_layers_become_full_attention(full: FullAttentionSpec, chunked: 
     )
 
 
+def test_one_kind_stays_as_it_is(windowed: Windowed) -> None:
+    assert unify_hybrid_kv_cache_specs(layers(windowed(8), windowed(8))) == layers(windowed(8), windowed(8))
+
+
 def test_kinds_that_cannot_become_one_are_an_error(
     full: FullAttentionSpec, windowed: Windowed, chunked: Chunked
 ) -> None:
