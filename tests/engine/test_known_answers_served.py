@@ -1,4 +1,4 @@
-"""A node continues an answer as if it had given all of it."""
+"""What a node does not continue is refused with the reason."""
 
 from __future__ import annotations
 

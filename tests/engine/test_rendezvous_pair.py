@@ -1,6 +1,4 @@
-"""Both nodes are asked at once: the answer is that of one node, and whatever goes wrong ends as the policy
-says.
-"""
+"""Both nodes are asked at once: the answer is that of one node, and a missing prefill ends as the policy says."""
 
 from __future__ import annotations
 
@@ -96,20 +94,3 @@ def test_a_prefill_that_never_comes_ends_by_policy(
     pair.prefill.answer([1, 2], max_tokens=1)  # a node's figures come with its next step
     for node, name in ((pair.prefill, "unmet_claims_total"), (pair.decode, "rendezvous_failures_total")):
         assert sum(stats.counters.get(name, 0) for stats in node.handoffs) == 1
-
-
-@pytest.mark.parametrize("when", ["before the request", "before the claim", "during"])
-def test_a_decode_request_that_is_aborted_frees_both_nodes(when: str, make_node: Any, drive: Any) -> None:
-    pair, name = Pair(make_node, drive), draw_offer_name()
-    if when != "before the request":
-        pair.ask_prefill("p", name)
-    pair.ask_decode("d", name)
-    if when == "during":
-        pair.prefill.step()
-        drive(pair.decode, until=lambda: pair.decode.core.is_loading)
-    pair.decode.abort("d")
-    if when == "before the request":
-        drive(pair.decode, until=lambda: pair.decode.is_whole)
-        pair.ask_prefill("p", name)
-    pair.drive(lambda: pair.prefill.is_over("p"))
-    pair.settle()

@@ -1,4 +1,4 @@
-"""Sampling: greedy is argmax, each request has its own seed, top-p and temperature shape the distribution."""
+"""Sampling: greedy is argmax, each request has its own seed, and top-p cuts the distribution."""
 
 from __future__ import annotations
 

@@ -12,10 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.output import KVConnectorOutput
-from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, RequestOrders
-from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.lab.engine.attention import attention_layers
 from kvferry.lab.engine.core import EngineCore
 from kvferry.lab.engine.parallel.codec import decode, encode
@@ -71,27 +67,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_
     ) as error:
         EngineCore(EngineSettings(str(tmp_path), tensor_parallel_size=2))
     assert error.value.key == "tensor_parallel_size"
-
-
-def test_orders_and_reports_survive_encoding() -> None:
-    offer = RemoteOffer("engine", 2**63 - 1, "a", 7, ("shm:x", "shm:y"), 40, ((1, 2), (3,)))
-    record = TransferRecord("a", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
-    for value in (
-        HandoffMetadata(
-            (
-                RequestOrders("e", announcement=Announcement(2**62 - 1, "n")),
-                RequestOrders("b", offer=OfferOrder(1, ((1,),), 4, "of b")),
-                RequestOrders("a", claim=offer, load=(GroupBlocks(1, (2, 3)),)),
-                RequestOrders("c", withdrawal=2**61, drop=True),
-            ),
-            releases=(("f", 2**61),),
-        ),
-        KVConnectorOutput(
-            {"a"}, set(), {4, 5}, {"a": "why"}, KVConnectorStats((record,), {"load_failures_total": 1.0})
-        ),
-        SamplingParams(max_tokens=3, stop=("x",)),
-    ):
-        assert decode(encode(value)) == value
 
 
 def test_a_worker_gets_each_step_exactly_as_planned() -> None:

@@ -1,6 +1,4 @@
-"""Folders without a usable model are refused with the reason, and different models get different
-identities.
-"""
+"""Different models get different identities."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.lab.engine.settings import DEFAULT_MODEL
-from kvferry.lab.engine.weights import model_folder, model_identity
+from kvferry.lab.engine.weights import model_identity
 from tests.support.tiny_models import scale_tensor, write_tiny_model
 
 
@@ -55,18 +52,3 @@ def test_tokenizer_and_chat_template_are_separate_parts(copy: Path) -> None:
     tokenizer["pre_tokenizer"]["add_prefix_space"] = True
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert _differing(_parts(copy), parts) == {"chat_template", "tokenizer"}
-
-
-@pytest.mark.slow
-def test_the_default_model_is_converted_once_and_leaves_nothing_half_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
-    half_done = tmp_path / f".{DEFAULT_MODEL}-0.1.2-1-dead"
-    half_done.mkdir()
-    folder = model_folder(DEFAULT_MODEL)
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert model_folder(DEFAULT_MODEL) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
