@@ -1,4 +1,4 @@
-"""Both nodes are asked at once: the answer is that of one node, and a missing prefill ends as the policy says."""
+"""Both nodes are asked at once: the answer is that of one node, or the policy decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 class Pair:
     """A prefill and a decode node, and where the first one can be reached."""
 
-    def __init__(self, make_node: Any, drive: Any, policy: str = "fail", **decode: Any) -> None:
+    def __init__(self, make_node: Any, drive: Any, policy: str = "fail") -> None:
         extra = {"rendezvous_wait_s": WAIT_S, "claim_timeout_s": 0.3, "lease_s": 1.0}
         options = {"kv_connector_extra_config": extra}
         self.prefill = make_node(connector="inproc", role="kv_producer", options=options)
@@ -30,7 +30,6 @@ class Pair:
             connector="inproc",
             role="kv_consumer",
             options={**options, "kv_load_failure_policy": policy},
-            **decode,
         )
         self._drive = drive
         self.prefill.add("first", [1, 2, 3], max_tokens=1, kv_transfer_params={"do_remote_decode": True})
@@ -43,13 +42,13 @@ class Pair:
             kv_transfer_params={**self.where, "do_remote_prefill": False, "do_release": True},
         )
 
-    def ask_prefill(self, request_id: str, name: str, prompt: list[int] = PROMPT) -> None:
+    def ask_prefill(self, request_id: str, name: str) -> None:
         wish = {"do_remote_decode": True, "rendezvous": name}
-        self.prefill.add(request_id, prompt, max_tokens=1, kv_transfer_params=wish)
+        self.prefill.add(request_id, PROMPT, max_tokens=1, kv_transfer_params=wish)
 
-    def ask_decode(self, request_id: str, name: str, prompt: list[int] = PROMPT, **change: Any) -> None:
-        params = {**(rendezvous_params(name, self.where) or {}), **change}
-        self.decode.add(request_id, prompt, max_tokens=9, kv_transfer_params=params)
+    def ask_decode(self, request_id: str, name: str) -> None:
+        params = rendezvous_params(name, self.where)
+        self.decode.add(request_id, PROMPT, max_tokens=9, kv_transfer_params=params)
 
     def drive(self, until: Any) -> None:
         self._drive(self.prefill, self.decode, until=until)
