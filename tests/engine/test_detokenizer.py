@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from kvferry.lab.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
@@ -30,38 +28,6 @@ def test_a_character_that_stays_incomplete_comes_out_at_the_end() -> None:
     detokenizer = IncrementalDetokenizer(ByteDecoder(), [])
     assert [detokenizer.push(byte) for byte in "é".encode()[:1]] == [""]
     assert detokenizer.flush() == "\ufffd"
-
-
-def test_special_tokens_add_no_text() -> None:
-    detokenizer = IncrementalDetokenizer(ByteDecoder(), [])
-    assert [detokenizer.push(token) for token in (65, 256, 66)] == ["A", "", "B"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_a_stop_text_may_cross_pieces(size: int) -> None:
-    matcher = StopMatcher(["<end>", "STOP"])
-    text = "say <en and ST, then STOP and more <end>"
-    out = "".join(matcher.push(text[at : at + size]) for at in range(0, len(text), size))
-    assert out == "say <en and ST, then "
-    assert matcher.matched
-    assert matcher.flush() == ""
-
-
-def test_what_might_begin_a_stop_text_is_held_back_until_it_does_not() -> None:
-    matcher = StopMatcher(["abc"])
-    assert matcher.push("xab") == "x"
-    assert matcher.push("d") == "abd"
-    assert matcher.push("ab") == ""
-    assert matcher.flush() == "ab"
-
-
-def test_the_first_of_several_stop_texts_wins() -> None:
-    matcher = StopMatcher(["later", "now"])
-    assert matcher.push("do it now or later") == "do it "
-
-
-def test_without_stop_texts_nothing_is_held_back() -> None:
-    assert StopMatcher([]).push("anything") == "anything"
 
 
 def test_random_pieces_give_what_a_search_of_the_whole_text_gives() -> None:

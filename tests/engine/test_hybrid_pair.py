@@ -106,38 +106,6 @@ def test_one_kind_may_make_several_groups(kinds: str, make_pair: Any, drive: Any
     assert last.metrics.transfer.num_blocks == NUM_BLOCKS + 3 * IN_WINDOW
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, LAYOUTS[::-1]], ids=lambda pair: " to ".join(pair))
-def test_the_two_sides_may_lay_out_their_groups_differently(
-    layouts: list[str], make_node: Any, drive: Any, assert_same: Any
-) -> None:
-    roles = ("kv_producer", "kv_consumer")
-    prefill, decode = (
-        make_node("gemma3", connector="shm", role=role, layout=layout)
-        for role, layout in zip(roles, layouts, strict=True)
-    )
-    last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
-    assert_same(decode.tokens("a"), "gemma3", PROMPT, 40)
-    assert last.metrics.transfer.num_blocks == NUM_BLOCKS + IN_WINDOW
-
-
-def test_blocks_outside_the_window_are_null_on_both_sides(make_pair: Any, drive: Any) -> None:
-    prefill, decode = make_pair("gemma3")
-    windowed = _group_of(decode, "SlidingWindowSpec")
-    params = _prefill(drive, prefill, PROMPT)
-    offered = params["remote_block_ids"]
-    assert [len(table) for table in offered] == [NUM_BLOCKS + 1] * 2  # with the last token's
-    assert 0 not in offered[1 - windowed]
-    assert offered[windowed].count(0) > 0
-    decode.add("a", PROMPT, max_tokens=2, kv_transfer_params=params)
-    decode.step()
-    (table,) = (decode.core.parts.manager.get_block_ids(request) for request in _loading(decode))
-    assert table[windowed][: NUM_BLOCKS - IN_WINDOW] == [0] * (NUM_BLOCKS - IN_WINDOW)
-    assert 0 not in table[windowed][NUM_BLOCKS - IN_WINDOW :]
-    assert 0 not in table[1 - windowed]
-    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
-    assert decode.last("a").metrics.transfer.num_blocks == NUM_BLOCKS + IN_WINDOW
-
-
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4"])
 def test_locally_cached_blocks_are_not_transferred_again(
     family: str, make_pair: Any, drive: Any, assert_same: Any
@@ -162,19 +130,6 @@ def test_a_window_that_the_producer_has_freed_is_recomputed(
     _decode(drive, prefill, decode, PROMPT, params)
     assert_same(decode.tokens("a"), "gemma3", PROMPT, 40)
     assert decode.num_loads == (0, 1)
-
-
-def _group_of(node: Any, kind: str) -> int:
-    (index,) = (
-        index
-        for index, group in enumerate(node.core.parts.kv_cache_config.kv_cache_groups)
-        if type(group.kv_cache_spec).__name__ == kind
-    )
-    return index
-
-
-def _loading(node: Any) -> list[str]:
-    return list(node.core.parts.scheduler.handoffs.loading)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -135,27 +135,6 @@ def test_other_tokens_than_the_offered_ones_are_not_loaded(
     assert second.is_whole
 
 
-def test_an_offer_that_no_node_loads_ends_with_its_lease(make_pair: Any, drive: Any) -> None:
-    first, _ = make_pair("llama", options={"kv_connector_extra_config": {"lease_s": 0.3}})
-    begin(first, prompt_of(40), 3)
-    assert stopped(first).kv_transfer_params["remote_num_tokens"] == 43
-    stats = first.core.stats()
-    assert (stats.num_offered, stats.is_idle) == (1, False)
-    drive(first, until=lambda: first.core.stats().is_idle)
-    assert first.is_whole
-
-
-def test_an_order_for_an_unknown_answer_or_one_that_has_ended_changes_nothing(make_pair: Any) -> None:
-    first, _ = make_pair("llama")
-    first.move(NAME)
-    begin(first, prompt_of(30), NUM_TOKENS - 1)
-    first.move("6" * 32)
-    first.move(NAME)
-    first.step()
-    assert first.last("a").finish_reason == "length"
-    assert first.is_whole
-
-
 def test_an_answer_of_a_node_without_a_connector_stops_without_an_offer(make_node: Any) -> None:
     node = make_node(block_size=BLOCK)
     begin(node, prompt_of(30), 3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,9 +18,7 @@ from kvferry.lab.client import events_of
 from kvferry.lab.engine.engine import Engine
 from kvferry.lab.engine.settings import EngineSettings
 from kvferry.lab.node.app import NodeServer
-from kvferry.lab.node.main import main
 from kvferry.runner_mixin.kv_cache import KVCacheManager
-from tests.support.client import wait_until
 from tests.support.engines import served_engine
 from tests.support.patience import DEADLINE_S
 
@@ -238,48 +234,3 @@ async def test_streams_whole_answers_and_health_report_why_the_engine_ended(
         late = await ask(client, "b")
         assert late.status == 503
         assert "in a mess" in (await late.json())["error"]["message"]
-
-
-def test_a_node_whose_engine_ended_exits_with_a_status_for_its_supervisor(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fatal(monkeypatch)
-    told: list[str] = []
-    client = threading.Thread(target=lambda: told.append(_ask_until_the_end(port)))
-    client.start()
-    arguments = ["--port", str(port), "--model", str(tiny_model("llama")), "--num-blocks", "60"]
-    try:
-        assert main([*arguments, "--threads", "1", "--log-level", "error"]) == 1
-    finally:
-        client.join()
-    assert "in a mess" in told[0]
-    assert "kvferry serve: error: the engine ended" in capsys.readouterr().err
-
-
-def _ask_until_the_end(port: int) -> str:
-    """Wait until a node serves, and read a stream to its end."""
-    import http.client
-
-    def is_ready() -> bool:
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().read() == b'{"status": "ok"}'
-        except OSError:
-            connection.close()
-            return False
-
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-    try:
-        wait_until(is_ready, timeout_s=DEADLINE_S)
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(body_of("a", max_tokens=200, stream=True)),
-            {"Content-Type": "application/json"},
-        )
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()

@@ -20,7 +20,6 @@ import pytest_asyncio
 
 import kvferry.lab.engine.batch
 import kvferry.lab.engine.runner
-from kvferry.connector.base import SchedulerHalf
 from kvferry.connector.config import KVTransferConfig
 from kvferry.lab.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
 from kvferry.lab.engine.engine import Engine
@@ -76,8 +75,8 @@ def engine_(settings: EngineSettings, deaths: list[str]) -> Iterator[Engine]:
         yield engine
 
 
-def request_of(name: str, params: Any = None) -> GenerationRequest:
-    return GenerationRequest(name, PROMPTS[name], SAMPLING[name], params)
+def request_of(name: str) -> GenerationRequest:
+    return GenerationRequest(name, PROMPTS[name], SAMPLING[name])
 
 
 async def answer(engine: Engine, request: GenerationRequest) -> list[RequestOutput]:
@@ -85,8 +84,8 @@ async def answer(engine: Engine, request: GenerationRequest) -> list[RequestOutp
         return [output async for output in engine.generate(request)]
 
 
-async def ask_all(engine: Engine, params: Any = None) -> dict[str, list[RequestOutput]]:
-    answers = await asyncio.gather(*(answer(engine, request_of(name, params)) for name in PROMPTS))
+async def ask_all(engine: Engine) -> dict[str, list[RequestOutput]]:
+    answers = await asyncio.gather(*(answer(engine, request_of(name)) for name in PROMPTS))
     return dict(zip(PROMPTS, answers, strict=True))
 
 
@@ -209,46 +208,6 @@ def forward_pass(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_forward", raising)
 
 
-def connector_of(core: EngineCore) -> SchedulerHalf:
-    connector = core.parts.scheduler.handoffs._connector
-    assert connector is not None
-    return connector
-
-
-def hook(name: str) -> Sabotage:
-    """Make a hook of the connector's scheduler half raise for the victim."""
-
-    def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-        connector = connector_of(core)
-        real = getattr(connector, name)
-
-        def raising(request: Any, *more: Any) -> Any:
-            if is_victim(request):
-                raise Boom
-            return real(request, *more)
-
-        monkeypatch.setattr(connector, name, raising)
-
-    return sabotage
-
-
-def once(name: str) -> Sabotage:
-    """Make the first call of a scheduler half's hook raise. The hook is called for whole steps."""
-
-    def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-        connector = connector_of(core)
-        real, left = getattr(connector, name), [True]
-
-        def raising(*arguments: Any) -> Any:
-            if left.pop() if left else False:
-                raise Boom
-            return real(*arguments)
-
-        monkeypatch.setattr(connector, name, raising)
-
-    return sabotage
-
-
 PLACES: dict[str, Sabotage] = {
     "block hasher at admission": hasher_at(0),
     "block hasher of a generated token": hasher_at(23),
@@ -259,14 +218,6 @@ PLACES: dict[str, Sabotage] = {
     "inputs of the first step": inputs_from(0),
     "inputs of a late step": inputs_from(24),
     "forward pass": forward_pass,
-    "on_new_request": hook("on_new_request"),
-    "get_num_new_matched_tokens": hook("get_num_new_matched_tokens"),
-    "update_state_after_alloc": hook("update_state_after_alloc"),
-    "request_progressed": hook("request_progressed"),
-    "request_finished": hook("request_finished"),
-}
-STEP_PLACES: dict[str, Sabotage] = {
-    name: once(name) for name in ("build_connector_meta", "update_connector_output", "take_events")
 }
 
 
@@ -295,16 +246,6 @@ async def test_an_exception_for_one_request_ends_only_that_request(
     assert tokens(await answer(engine_, request_of(VICTIM))) == expected[VICTIM]
 
 
-@pytest.mark.parametrize("place", STEP_PLACES)
-async def test_a_single_exception_for_a_whole_step_ends_no_request(
-    place: str, engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    STEP_PLACES[place](engine_._started(), monkeypatch)
-    answers = await ask_all(engine_)
-    assert {name: tokens(outputs) for name, outputs in answers.items()} == expected
-    assert engine_.stats().healthy
-
-
 async def test_a_step_that_fails_for_no_particular_request_costs_only_time(
     engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,23 +261,6 @@ async def test_a_step_that_fails_for_no_particular_request_costs_only_time(
     monkeypatch.setattr(runner, "_forward", raising)
     assert {name: tokens(outputs) for name, outputs in (await ask_all(engine_)).items()} == expected
     assert 3 in calls
-
-
-@pytest.mark.parametrize(
-    "name", ["request_finished", "update_state_after_alloc", "get_num_new_matched_tokens"]
-)
-async def test_a_request_whose_hook_raises_is_not_offered_and_frees_its_blocks(
-    name: str, engine_: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hook(name)(engine_._started(), monkeypatch)
-    answers = await ask_all(engine_, {"do_remote_decode": True})
-    assert answers[VICTIM][-1].kv_transfer_params is None
-    for other in "ab":
-        assert answers[other][-1].kv_transfer_params is not None
-    stats = engine_.stats()
-    assert stats.num_offered == 2
-    held = sum(-(-len(PROMPTS[other]) // 4) + 2 for other in "ab")
-    assert stats.num_blocks - stats.num_free_blocks <= held
 
 
 async def test_requests_are_answered_while_no_file_can_be_opened(engine_: Engine) -> None:
@@ -363,8 +287,7 @@ def no_more_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# -- what the engine does not survive
-# --------------------------------------------------------------------------
+# -- what the engine does not survive ---------------------------------------------------------------------
 
 
 def block_manager(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:

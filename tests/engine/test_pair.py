@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.errors import ConnectorError
-
 LAYOUTS = ["uniform", "per-layer"]
 
 
@@ -56,49 +54,6 @@ def test_the_answer_is_the_single_nodes(
         assert num_loaded == (len(prompt) - (family != "llama") if len(prompt) > 1 else 0)
     assert prefill.is_whole
     assert decode.is_whole
-
-
-def test_a_block_is_one_region_in_the_uniform_layout_and_one_per_layer_in_the_other(
-    make_pair: Any, drive: Any
-) -> None:
-    (prompt,) = _prompts([40])
-    regions = {}
-    for layout in LAYOUTS:
-        prefill, decode = make_pair(layout=layout)
-        params = _prefill(drive, prefill, "a", prompt)
-        decode.add("a", prompt, max_tokens=2, kv_transfer_params=params)
-        drive(prefill, decode, until=lambda node=decode: node.is_over("a"))
-        transfer = decode.last("a").metrics.transfer
-        assert (transfer.layout, transfer.num_blocks) == (layout, 10)
-        regions[layout] = (transfer.num_regions, transfer.num_regions_per_layer)
-    assert regions == {"uniform": (1, 3), "per-layer": (3, 3)}
-
-
-def test_locally_cached_blocks_are_not_transferred_again(make_pair: Any, drive: Any) -> None:
-    prefill, decode = make_pair()
-    (prompt,) = _prompts([40])
-    for name, expected in (("first", 10), ("second", 4)):
-        variant = prompt if name == "first" else [*prompt[:24], *prompt[:16]]
-        params = _prefill(drive, prefill, name, variant)
-        decode.add(name, variant, max_tokens=2, kv_transfer_params=params)
-        drive(prefill, decode, until=lambda name=name: decode.is_over(name))
-        assert decode.last(name).metrics.transfer.num_blocks == expected
-    assert decode.last("second").metrics.num_cached_tokens == 24
-
-
-def test_a_completely_cached_prompt_transfers_nothing_and_frees_the_producer(
-    make_pair: Any, drive: Any, assert_same: Any
-) -> None:
-    prefill, decode = make_pair()
-    (prompt,) = _prompts([41])
-    decode.answer(prompt, max_tokens=2)
-    params = _prefill(drive, prefill, "a", prompt)
-    assert prefill.core.stats().num_offered == 1
-    decode.add("a", prompt, max_tokens=8, kv_transfer_params=params)
-    drive(prefill, decode, until=lambda: decode.is_over("a") and not prefill.core.has_work)
-    assert_same(decode.tokens("a"), "llama", prompt, 8)
-    assert decode.last("a").metrics.transfer is None
-    assert prefill.is_whole
 
 
 def test_a_request_that_is_preempted_after_its_load_is_recomputed(
@@ -156,26 +111,6 @@ def test_an_expired_offer_is_recomputed_or_failed_as_the_policy_says(
         assert "could not be loaded" in last.error
     assert decode.num_loads[1] == 1
     assert decode.is_whole
-
-
-def test_a_prefill_that_was_aborted_offers_nothing(make_pair: Any) -> None:
-    prefill, _ = make_pair()
-    prefill.add("a", range(60), max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-    prefill.step()
-    prefill.abort("a")
-    assert prefill.last("a").kv_transfer_params is None
-    assert prefill.is_whole
-
-
-def test_an_offer_that_the_decode_engine_declines_is_released(make_pair: Any, drive: Any) -> None:
-    prefill, decode = make_pair()
-    params = _prefill(drive, prefill, "a", range(40))
-    with decode.at_work() as core:
-        core.decline(params)
-        with pytest.raises(ConnectorError):
-            core.decline({"do_remote_prefill": True})
-    drive(prefill, decode, until=lambda: prefill.is_whole)  # its lease is 30 s
-    assert not decode.core.has_work
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])

@@ -79,30 +79,6 @@ def test_a_prompt_is_handed_over_between_two_ranks_and_one(
     assert last.metrics.transfer.num_bytes == len(prompt) * BYTES_A_TOKEN
 
 
-def test_ranks_of_a_model_with_windows_answer_like_one_process_and_hand_over_in_both_directions(
-    make_node: Any, drive: Any, assert_same: Any
-) -> None:
-    spread = make_node("gemma2", connector="shm", role="kv_both", num_threads=1, tensor_parallel_size=2)
-    single = make_node("gemma2", connector="shm", role="kv_both", block_size=8)
-    for prompt in PROMPTS:
-        assert_same(spread.answer(prompt, max_tokens=9), "gemma2", prompt, 9)
-    for name, producer, consumer in (("a", spread, single), ("b", single, spread)):
-        prompt = [ord(name), *range(7, 50)]
-        hand_over(drive, producer, consumer, name, prompt)
-        assert_same(consumer.tokens(name), "gemma2", prompt, 9)
-        transfer = consumer.last(name).metrics.transfer
-        assert transfer.error == ""
-
-
-def test_the_death_of_a_worker_is_noticed_while_there_is_nothing_to_do() -> None:
-    group = WorkerGroup(2)
-    os.kill(group.workers[1].pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
-        # The condition never holds: `check` raises as soon as the process is gone.
-        wait_until(lambda: group.check() is None)
-    assert group.workers == []
-
-
 def test_waiting_for_a_worker_that_does_not_reply_is_bounded() -> None:
     group = WorkerGroup(1)
     os.kill(group.workers[0].pid, signal.SIGSTOP)

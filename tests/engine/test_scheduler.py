@@ -5,7 +5,7 @@ hold.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from kvferry.connector.base import (
     SchedulerOutput,
 )
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
-from kvferry.connector.errors import ConnectorError
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.lab.engine.request import Request, RequestStatus
@@ -39,23 +38,17 @@ class ScriptedConnector(SchedulerHalf):
     def __init__(self) -> None:
         self.loads: dict[str, tuple[int | None, bool]] = {}
         self.offers: set[str] = set()
-        self.calls: list[tuple[str, str, int]] = []
-
-    def on_new_request(self, request: ConnectorRequest) -> None:
-        if request.kv_transfer_params == {"bad": True}:
-            raise ConnectorError("malformed")
 
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self.calls.append(("match", request.request_id, num_computed_tokens))
         num_tokens, is_async = self.loads.get(request.request_id, (0, False))
         return (None if num_tokens is None else num_tokens - num_computed_tokens), is_async
 
     def update_state_after_alloc(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        self.calls.append(("alloc", request.request_id, num_external_tokens))
+        """Nothing has to be remembered."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return KVConnectorMetadata()  # no orders
@@ -63,7 +56,6 @@ class ScriptedConnector(SchedulerHalf):
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.calls.append(("finished", request.request_id, len(block_ids[0])))
         return request.request_id in self.offers, {"of": request.request_id}
 
 
@@ -86,8 +78,8 @@ class Node:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._clock = itertools.count()
 
-    def add(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any] | None = None) -> Request:
-        source = GenerationRequest(request_id, tuple(prompt), SamplingParams(), params)
+    def add(self, request_id: str, prompt: Sequence[int]) -> Request:
+        source = GenerationRequest(request_id, tuple(prompt), SamplingParams())
         request = Request(request_id, source, self._hasher, float(next(self._clock)))
         self.scheduler.add(request)
         return request
@@ -125,103 +117,7 @@ def _received(*request_ids: str, invalid: set[int] | None = None) -> KVConnector
     return KVConnectorOutput(finished_recving=set(request_ids), invalid_block_ids=invalid or set())
 
 
-# -- computing ---------------------------------------------------------------------------------------
-
-
-def test_a_long_prompt_is_computed_in_chunks_and_then_one_token_per_step(node: Node) -> None:
-    request = node.add("a", _tokens(40))
-    assert [node.scheduled() for _ in range(5)] == [{"a": 16}, {"a": 16}, {"a": 8}, {"a": 1}, {"a": 1}]
-    assert request.all_token_ids[40:] == [7, 7, 7]
-
-
-def test_requests_share_a_step_and_decodes_go_first(node: Node) -> None:
-    node.add("a", _tokens(6))
-    node.add("b", _tokens(30, 100))
-    assert node.scheduled() == {"a": 6, "b": 10}
-    assert node.scheduled() == {"a": 1, "b": 15}
-    assert list(node.scheduled()) == ["a", "b"]
-
-
-def test_short_prompts_do_not_wait_for_a_long_one(node: Node) -> None:
-    node.add("long", _tokens(100))
-    assert node.scheduled() == {"long": 16}
-    node.add("another", _tokens(50, 200))
-    for name, start in (("a", 300), ("b", 310), ("c", 320)):
-        node.add(name, _tokens(3, start))
-    # A quarter of the step is for those that fit into it whole, one after the other. The long ones have the
-    # rest.
-    assert node.scheduled() == {"a": 3, "long": 13}
-    assert node.scheduled() == {"a": 1, "b": 3, "long": 12}
-    assert node.scheduled() == {"a": 1, "b": 1, "c": 3, "long": 11}
-    assert node.scheduled() == {"a": 1, "b": 1, "c": 1, "long": 13}
-    assert "another" not in node.scheduled()
-
-
-def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
-    node = Node(num_blocks=256, max_num_seqs=64)
-    node.add("long", _tokens(90))
-    for number in range(40):
-        node.add(f"s{number}", _tokens(4, 100 + 4 * number))
-    chunks = []
-    while (chunk := node.scheduled()["long"]) > 1:
-        chunks.append(chunk)
-        for request in [*node.scheduler.running]:
-            if request.request_id != "long" and request.num_tokens > 4:
-                node.scheduler.finish(request, "length")
-    assert chunks == [16, *[12] * 6, 2]
-
-
-def test_a_short_prompt_takes_no_blocks_that_a_long_one_needs() -> None:
-    node = Node(num_blocks=13, budget=8)
-    node.add("long", _tokens(44))
-    for _ in range(5):
-        node.scheduled()
-    node.add("short", _tokens(2, 200))
-    assert node.manager.usage > 0.75
-    assert list(node.scheduled().items()) == [("long", 4), ("short", 2)]
-
-
-def test_no_more_requests_than_allowed_hold_blocks() -> None:
-    node = Node(max_num_seqs=2)
-    requests = [node.add(name, _tokens(3)) for name in "abc"]
-    assert set(node.scheduled()) == {"a", "b"}
-    node.scheduler.finish(requests[0], "length")
-    assert set(node.scheduled()) == {"b", "c"}
-
-
-def test_a_shared_prefix_is_not_computed_twice(node: Node) -> None:
-    node.add("a", _tokens(10))
-    node.scheduled()
-    second = node.add("b", [*_tokens(10), 55])
-    assert node.scheduled()["b"] == 3
-    assert second.figures.num_cached_tokens == 8
-
-
-def test_finished_requests_free_their_blocks_and_are_reported_once(node: Node) -> None:
-    free = node.manager.num_free_blocks
-    request = node.add("a", _tokens(10))
-    node.scheduled()
-    node.scheduler.finish(request, "stop")
-    assert node.manager.num_free_blocks == free
-    assert node.scheduler.has_work
-    assert node.scheduler.plan().finished_req_ids == {"a"}
-    assert not node.scheduler.has_work
-
-
 # -- a pool that is too small ------------------------------------------------------------------------
-
-
-def test_the_newest_request_is_preempted_and_continues_later() -> None:
-    node = Node(num_blocks=7)
-    old, new = node.add("old", _tokens(8)), node.add("new", _tokens(8, 100))
-    for _ in range(30):
-        node.step()
-        for request in (old, new):
-            if request.num_output_tokens == 10 and request.status is not RequestStatus.FINISHED:
-                node.scheduler.finish(request, "length")
-    assert (old.figures.num_preemptions, new.figures.num_preemptions) == (0, 1)
-    assert old.num_output_tokens == new.num_output_tokens == 10
-    assert node.manager.num_free_blocks == 6
 
 
 def test_a_preempted_request_is_reported_and_keeps_its_tokens() -> None:
@@ -254,31 +150,6 @@ def test_while_blocks_are_offered_the_last_request_waits_instead_of_being_preemp
 # -- loading -----------------------------------------------------------------------------------------
 
 
-def test_a_request_that_loads_waits_with_its_blocks_and_then_computes_one_token(node: Node) -> None:
-    node.connector.loads = {"a": (10, True)}
-    request = node.add("a", _tokens(10))
-    assert [node.scheduled(), node.scheduled()] == [{}, {}]
-    assert len(node.manager.get_block_ids("a")[0]) == 3
-    assert node.scheduled(_received("a")) == {}
-    assert node.scheduled() == {"a": 1}
-    assert request.all_token_ids[10:] == [7]
-    assert request.figures.num_loaded_tokens == 10
-    assert [call for call in node.connector.calls if call[0] == "alloc"] == [
-        ("alloc", "a", 10),
-        ("alloc", "a", 0),
-    ]
-
-
-def test_only_tokens_that_are_not_cached_are_loaded(node: Node) -> None:
-    node.add("a", _tokens(8))
-    node.step()
-    node.connector.loads = {"b": (12, True)}
-    node.add("b", _tokens(12))
-    node.step()
-    assert ("match", "b", 8) in node.connector.calls
-    assert ("alloc", "b", 4) in node.connector.calls
-
-
 def test_loaded_blocks_enter_the_cache_only_after_they_have_arrived(node: Node) -> None:
     node.connector.loads = {"a": (12, True)}
     node.add("a", _tokens(12))
@@ -305,25 +176,6 @@ def test_a_connector_that_cannot_answer_yet_is_asked_again_while_others_run(node
     assert [node.scheduled(), node.scheduled()] == [{"b": 5}, {"b": 1}]
     node.connector.loads = {}
     assert node.scheduled() == {"b": 1, "a": 10}
-
-
-def test_a_synchronous_load_runs_in_the_same_step_and_leaves_a_token_to_compute(node: Node) -> None:
-    node.connector.loads = {"a": (10, False), "b": (4, False)}
-    node.add("a", _tokens(10))
-    node.add("b", _tokens(10, 100))
-    assert node.scheduled() == {"a": 1, "b": 6}
-
-
-def test_a_failed_load_is_computed_from_the_valid_prefix_and_never_loaded_again(node: Node) -> None:
-    node.connector.loads = {"a": (16, True)}
-    request = node.add("a", _tokens(16))
-    node.step()
-    table = node.manager.get_block_ids("a")[0]
-    node.step(_received("a", invalid={table[2]}))
-    assert node.scheduled() == {"a": 8}
-    assert request.all_token_ids[16:] == [7]
-    assert [call[0] for call in node.connector.calls].count("match") == 1
-    assert request.figures.num_loaded_tokens == 0
 
 
 def test_a_failed_load_without_invalid_blocks_is_computed_from_the_cached_prefix(node: Node) -> None:
@@ -390,35 +242,3 @@ def test_offered_blocks_are_not_freed_until_they_are_sent(node: Node) -> None:
     node.step(KVConnectorOutput(finished_sending={"a"}))
     assert node.manager.num_free_blocks == free
     assert not node.scheduler.handoffs.is_pending
-
-
-def test_after_an_abort_while_loading_blocks_are_held_until_the_load_ends(node: Node) -> None:
-    free = node.manager.num_free_blocks
-    node.connector.loads = {"a": (10, True)}
-    request = node.add("a", _tokens(10))
-    node.step()
-    node.scheduler.finish(request, "abort")
-    assert ("finished", "a", 3) in node.connector.calls
-    node.step()
-    assert node.manager.num_free_blocks == free - 3
-    node.step(_received("a"))
-    assert node.manager.num_free_blocks == free
-    assert not node.scheduler.has_work
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_after_an_abort_at_any_other_time_blocks_are_freed_at_once(node: Node, num_steps: int) -> None:
-    free = node.manager.num_free_blocks
-    request = node.add("a", _tokens(40))
-    for _ in range(num_steps):
-        node.step()
-    node.scheduler.finish(request, "abort")
-    assert node.manager.num_free_blocks == free
-    assert node.scheduler.live_requests == []
-
-
-def test_a_refused_request_leaves_nothing(node: Node) -> None:
-    with pytest.raises(ConnectorError):
-        node.add("a", _tokens(4), {"bad": True})
-    assert not node.scheduler.has_work
-    assert node.connector.calls == []

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from custom_connector import FileConnector, FileWorker
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.lab.engine.settings import EngineSettings
@@ -30,19 +29,6 @@ STORES = [
 
 #: A pool in which several requests take each other's blocks, and chunks that end within a block.
 TIGHT = {"num_blocks": 34, "max_num_batched_tokens": 14}
-
-
-class SilentWorker(FileWorker):
-    """Loads, and keeps its figures to itself."""
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-
-class SilentConnector(FileConnector):
-    def make_worker_half(self) -> SilentWorker:
-        folder, _ = self._settings()
-        return SilentWorker(folder, self.kv_cache_config.num_blocks)
 
 
 @pytest.fixture
@@ -103,22 +89,6 @@ def test_a_damaged_store_is_computed_around_and_reported(
     assert transfer_outcome(second.metrics) == "failed"
     assert second.num_loads == (0, 1)
     assert second.is_whole
-
-
-def test_a_store_that_reports_no_figures_still_shows_that_it_loaded(
-    make_store: Callable[..., Node], tmp_path: Path
-) -> None:
-    first, second, third = (make_store("SilentConnector", __name__) for _ in range(3))
-    expected = first.answer(PROMPT, max_tokens=NUM_TOKENS)
-    assert second.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
-    assert (second.metrics.transfer, second.metrics.num_loaded_tokens) == (None, 44)
-    assert transfer_outcome(second.metrics) == "loaded"
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"no")
-    assert third.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
-    assert third.metrics.transfer is not None
-    assert (third.metrics.transfer.transport, third.metrics.transfer.error) == ("", "the load failed")
-    assert transfer_outcome(third.metrics) == "failed"
 
 
 async def test_a_node_shows_a_stores_loads_in_answers_and_metrics(

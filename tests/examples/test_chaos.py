@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from math import inf
 
 import pytest
 
 from kvferry.lab.demo.near_tie import Expectation
-from tests.support.chaos.schedule import Fault, Kind, schedule, timeline
-from tests.support.chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
+from tests.support.chaos.schedule import Fault, Kind, schedule
+from tests.support.chaos.traffic import Answer, Ask, Ending, Outcome
 from tests.support.chaos.verdict import violations
 
 KINDS: dict[str, tuple[Kind, ...]] = {"node": ("kill", "terminate", "pause", "cut"), "router": ("kill",)}
@@ -36,35 +35,6 @@ def test_a_seed_repeats_its_faults_and_another_seed_has_others() -> None:
     first, again, other = (schedule(seed, 60, KINDS) for seed in (1, 1, 2))
     assert first == again != other
     assert {fault.kind for fault in first} == {"kill", "terminate", "pause", "cut"}
-
-
-def test_no_fault_of_a_target_begins_before_its_last_one_has_ended() -> None:
-    for seed in range(20):
-        faults = schedule(seed, 60, KINDS)
-        assert all(0 <= fault.at_s < 60 and fault.lasts_s > 0 for fault in faults)
-        for target in KINDS:
-            befalling = [fault for fault in faults if fault.target == target]
-            assert all(before.ends_s < after.at_s for before, after in pairwise(befalling))
-
-
-def test_overlapping_faults_end_at_their_own_times() -> None:
-    long, short = Fault(1.0, "pause", "node", 5.0), KILL
-    log: list[str] = []
-    for _, act, fault in timeline(
-        [long, short],
-        lambda fault: log.append(f"{fault.kind} begins"),
-        lambda fault: log.append(f"{fault.kind} ends"),
-    ):
-        act(fault)
-    assert log == ["pause begins", "kill begins", "pause ends", "kill ends"]
-
-
-def test_a_seed_repeats_its_requests() -> None:
-    first, again = (draw_asks(3, ["a", "b"], 100) for _ in range(2))
-    asks = [next(first) for _ in range(50)]
-    assert asks == [next(again) for _ in range(50)]
-    assert {ask.router for ask in asks} == {"a", "b"}
-    assert max(len(ask.prompt) for ask in asks) <= 100
 
 
 @pytest.mark.parametrize(

@@ -4,52 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.lab.client import Answer
 from kvferry.lab.demo.load import (
-    LINE_CELLS,
     Figures,
-    Line,
-    Stream,
     format_load_table,
-    load_of,
     verdict_of,
 )
 
 
 def figures(longest: float, num_handed_over: int = 1) -> Figures:
     return Figures([0.1, 0.3], [0.05, 0.05, longest], 200, 10.0, num_handed_over)
-
-
-def test_a_line_has_a_dot_per_token_and_a_blank_where_nothing_came(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    line = Line("plain")
-    for marks in (".", "", "|", "..", ""):
-        for mark in marks:
-            line.note(mark)
-        line.draw()
-    assert capsys.readouterr().out == "           plain . |.. "
-
-
-def test_a_line_that_is_full_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
-    line = Line("plain")
-    for _ in range(LINE_CELLS + 2):
-        line.note(".")
-        line.draw()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "           plain " + "." * LINE_CELLS
-    assert second == " " * 17 + ".."
-
-
-def test_gaps_are_those_of_answers_that_stream() -> None:
-    times = {"a": [1.0, 1.5, 3.5], "b": [1.0, 9.0]}
-    streams = [Stream(name, number, 0.0, Answer(times=times[name])) for name, number in (("a", 96), ("b", 4))]
-    assert Figures.of(streams, 1.0).gaps == [0.5, 2.0]
-
-
-def test_no_two_prompts_begin_alike() -> None:
-    prompts = [stream.prompt for stream in load_of("the text")]
-    assert len({prompt[:8] for prompt in prompts}) == len(prompts)
 
 
 def test_the_table_has_both_ways_and_their_ratios() -> None:

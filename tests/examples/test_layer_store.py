@@ -1,6 +1,4 @@
-"""The layer-wise store: what a step saves and what it waits for; `test_stores` has what it shares with the
-other stores.
-"""
+"""The layer-wise store keeps the connector contract: what a step saves, and what it waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import layer_store
 import pytest
 import torch
 from layer_store import LayerStoreWorker
@@ -48,37 +45,6 @@ def test_each_step_saves_the_blocks_that_it_completes(tmp_path: Path) -> None:
         assert saved == [1, 3, 4, 4, 4, 4]  # after 6, 12 and 18 tokens of the prompt, and with its answer
 
 
-def test_a_prompt_is_in_the_store_before_its_answer_is_out(tmp_path: Path) -> None:
-    """So a decode node finds it whenever it asks."""
-    with node(tmp_path) as first, node(tmp_path) as second:
-        _, params = first.prefill("a", 18)
-        assert params is None
-        assert not first.held
-        assert answer(second, Request("b", 18)) == 16
-
-
-def test_two_requests_of_a_step_save_a_common_block_once(tmp_path: Path) -> None:
-    with node(tmp_path) as first:
-        first.add(Request("a", 18))
-        first.add(Request("b", 18))
-        first.step()
-        assert num_files(tmp_path) == 4
-        first.step_until(lambda: not first.is_busy)
-        assert answer(first, Request("c", 18)) == 16
-
-
-def test_what_a_step_computed_from_a_failed_load_is_not_saved(tmp_path: Path) -> None:
-    with node(tmp_path) as first, node(tmp_path) as second:
-        answer(first, Request("a", 18))
-        for path in tmp_path.iterdir():
-            path.write_bytes(path.read_bytes()[:-1])
-        second.add(Request("b", 22))
-        second.step()
-        assert second.invalid_block_ids
-        assert num_files(tmp_path) == 3  # the first damaged one is gone, and nothing new is there
-        second.step_until(lambda: not second.is_busy)
-
-
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch, last_layer: int) -> Iterator[threading.Event]:
     """Keep the thread from reading layers after `last_layer` inside the block.
@@ -113,15 +79,3 @@ def test_a_layer_waits_for_its_own_pages_only(tmp_path: Path, monkeypatch: pytes
             assert answer(first, Request("b", 18)) == 16
         (record,) = first.stats.transfers
         assert 0 < record.exposed_seconds <= record.seconds
-
-
-def test_a_layer_waits_no_longer_than_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_store, "READ_TIMEOUT_S", 0.05)
-    with node(tmp_path) as first:
-        answer(first, Request("a", 18))
-        with held_up(monkeypatch, last_layer=1):
-            assert answer(first, Request("b", 18)) == 0
-            assert first.failed_loads == {"b"}
-        # What is read too late goes nowhere: the node checks that nothing was written into its blocks.
-        for _ in range(5):
-            first.step()

@@ -71,16 +71,6 @@ def test_what_would_change_an_answer_is_refused_by_its_name(endpoint: Any, name:
     assert refused.value.code == "unsupported_value"
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "right"), [(COMPLETION, True), (CHAT, False)], ids=["completion", "chat"]
-)
-def test_special_tokens_are_added_as_the_endpoint_does(endpoint: Any, right: bool) -> None:
-    _, parse, body = endpoint
-    parse({**body, "add_special_tokens": right})
-    with pytest.raises(ApiError, match="add_special_tokens"):
-        parse({**body, "add_special_tokens": not right})
-
-
 @ENDPOINTS
 def test_values_that_ask_for_nothing_are_accepted(endpoint: Any) -> None:
     """Clients and routers that write every field with its default must work."""
@@ -119,24 +109,3 @@ def test_the_document_names_each_field_without_effect() -> None:
     text = Path(ROOT, "docs", "openai-api.md").read_text()
     for name in WITHOUT_EFFECT | STREAM_OPTIONS_WITHOUT_EFFECT:
         assert f"`{name}`" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "named"),
-    [
-        ({"stream_options": {"include_usage": True, "every": 5}}, "stream_options", "stream_options.every=5"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages", "messages[0].tool_calls"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages", "messages[0].name"),
-    ],
-    ids=["stream_options", "tool_calls", "name"],
-)  # fmt: skip
-def test_a_part_of_a_field_is_served_or_refused(change: dict[str, Any], param: str, named: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        parse_chat({**CHAT[2], **change})
-    assert str(refused.value).startswith(named)
-    assert refused.value.param == param
-
-
-def test_an_answer_can_be_sent_back_as_a_turn_of_the_chat() -> None:
-    turn = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "tool_calls": None}
-    parse_chat({"messages": [turn]})

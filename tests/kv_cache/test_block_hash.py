@@ -22,7 +22,6 @@ from kvferry.runner_mixin.kv_cache import (
     init_none_hash,
     make_block_hash_with_group_id,
     need_extra_keys,
-    none_hash,
     sha256,
 )
 
@@ -52,19 +51,11 @@ def test_a_hash_covers_everything_before_the_block(parents: tuple[bytes, bytes],
     assert (one == other) == (parents[0] == parents[1])
 
 
-def test_the_first_blocks_parent_is_the_none_hash() -> None:
-    assert hash_block_tokens(sha256, None, [1, 2]) == hash_block_tokens(sha256, none_hash(), [1, 2])
-
-
 def test_extra_keys_change_the_hash() -> None:
     hashes = {
         hash_block_tokens(sha256, None, [1], keys) for keys in (None, (("salt", "a"),), (("lora", "a"),))
     }
     assert len(hashes) == 3
-
-
-def test_a_list_and_a_tuple_of_tokens_are_the_same_block() -> None:
-    assert hash_block_tokens(sha256, None, [1, 2]) == hash_block_tokens(sha256, None, (1, 2))
 
 
 def test_a_lone_surrogate_in_a_salt_can_be_hashed() -> None:
@@ -79,15 +70,6 @@ def test_a_value_without_a_canonical_encoding_is_refused() -> None:
 # -- the seed ----------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_hashes() -> None:
-    init_none_hash(sha256, "seed")
-    first = hash_block_tokens(sha256, None, [1])
-    init_none_hash(sha256, "other")
-    assert hash_block_tokens(sha256, None, [1]) != first
-    init_none_hash(sha256, "seed")
-    assert hash_block_tokens(sha256, None, [1]) == first
-
-
 def test_a_content_hash_without_a_seed_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         init_none_hash(sha256, "")
@@ -99,13 +81,6 @@ def test_a_seed_or_a_custom_hash_function_does_not_warn(caplog: pytest.LogCaptur
         init_none_hash(sha256, "seed")
         init_none_hash(lambda value: repr(value).encode(), "")
     assert not caplog.records
-
-
-def test_without_a_seed_every_start_has_other_hashes() -> None:
-    init_none_hash(sha256, "")
-    first = none_hash()
-    init_none_hash(sha256, "")
-    assert none_hash() != first
 
 
 def _hashes_of_a_new_process() -> list[str]:
@@ -157,12 +132,6 @@ def test_the_adapter_is_in_every_block_and_the_salt_in_the_first(make_request: M
     assert generate_block_hash_extra_keys(request, 4, 8, 0)[0] == (("lora", "a"),)
 
 
-def test_an_adapter_and_a_salt_of_one_name_differ(make_request: MakeRequest) -> None:
-    adapted = make_request("r", [1, 2, 3, 4], lora_id="x")
-    salted = make_request("r", [1, 2, 3, 4], cache_salt="x")
-    assert adapted.block_hashes != salted.block_hashes
-
-
 def test_a_salt_keeps_all_blocks_apart(make_request: MakeRequest) -> None:
     plain = make_request("r", list(range(12)))
     salted = make_request("r", list(range(12)), cache_salt="s")
@@ -178,11 +147,6 @@ def test_items_count_in_every_block_that_they_reach_into(make_request: MakeReque
     keys, mm_idx = generate_block_hash_extra_keys(request, 8, 12, mm_idx)
     assert (keys, mm_idx) == ((("mm", "sound", 1),), 2)
     assert generate_block_hash_extra_keys(request, 12, 16, mm_idx) == (None, 2)
-
-
-def test_an_item_that_ends_with_the_block_is_done(make_request: MakeRequest) -> None:
-    request = make_request("r", list(range(8)), mm_features=(MultiModalFeature("i", 1, 3),))
-    assert generate_block_hash_extra_keys(request, 0, 4, 0) == ((("mm", "i", 1),), 1)
 
 
 def test_one_can_resume_from_the_last_item(make_request: MakeRequest) -> None:
@@ -225,19 +189,6 @@ def test_hashes_do_not_depend_on_how_the_tokens_arrived(
     for start, end in itertools.pairwise(bounds):
         in_parts.append(*ids[start:end])
     assert in_parts.block_hashes == at_once.block_hashes
-
-
-def test_two_items_in_the_prompts_partial_block_both_count_when_it_fills_up(
-    make_request: MakeRequest,
-) -> None:
-    def hashes(first: str) -> list[BlockHash]:
-        features = (MultiModalFeature(first, 4, 1), MultiModalFeature("same", 5, 1))
-        request = make_request("r", list(range(6)), mm_features=features)
-        request.append(6, 7)
-        return list(request.block_hashes)
-
-    assert hashes("a")[0] == hashes("b")[0]
-    assert hashes("a")[1] != hashes("b")[1]
 
 
 @given(a=st.lists(st.integers(0, 1), max_size=20), b=st.lists(st.integers(0, 1), max_size=20))

@@ -61,13 +61,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.contents.pop(i, None)
         self.tables.append(expected)
 
-    @rule(block_hash=hashes, group=group_ids, index=indices)
-    def hit(self, block_hash: BlockHash, group: int, index: int) -> None:
-        known = [i for i, contents in self.contents.items() if contents == (block_hash, group)]
-        found = self.pool.get_cached_block(block_hash, [group])
-        assert [block.block_id for block in found or []] == known
-        if found is None:
+    @rule(block_hash=hashes, groups=st.sampled_from([[0], [1], [0, 1]]), index=indices)
+    def hit(self, block_hash: BlockHash, groups: list[int], index: int) -> None:
+        known = [i for g in groups for i, contents in self.contents.items() if contents == (block_hash, g)]
+        found = self.pool.get_cached_block(block_hash, groups)
+        if len(known) < len(groups):
+            assert found is None
             return
+        assert found is not None
+        assert [block.block_id for block in found] == known
         self.pool.touch(found)
         self.free = [i for i in self.free if i not in known]
         if self.tables:
@@ -145,6 +147,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert (block.block_hash is None) == (key is None)
         assert sorted(self.free) == sorted(i for i in range(1, NUM_BLOCKS) if not holders[i])
         assert self.pool.num_free_blocks == len(self.free)
+        assert self.pool.get_usage() == 1 - len(self.free) / (NUM_BLOCKS - 1)
         assert self.pool.num_cached_blocks == len(self.contents)
 
     def teardown(self) -> None:

@@ -86,19 +86,6 @@ def test_padding_is_reported_with_the_share_that_it_wastes(
     }
 
 
-def test_no_padding_is_not_reported(
-    full: FullAttentionSpec, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        get_kv_cache_config(make_config(), layers(full, full), 2**20)
-    assert not caplog.records
-
-
-def test_the_override_sets_the_number_of_blocks(full: FullAttentionSpec, make_config: MakeConfig) -> None:
-    config = get_kv_cache_config(make_config(num_blocks_override=9), layers(full), 2**30)
-    assert (config.num_blocks, config.kv_cache_tensors[0].size) == (9, 9 * full.page_size_bytes)
-
-
 def test_layers_that_cannot_share_a_pool_are_an_error(
     full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
 ) -> None:

@@ -1,7 +1,8 @@
 """Random schedules for the whole manager, with a model of its memory: no query ever sees a wrong token.
 
 For each slot that was written, the model knows which token of which prefix it holds. Every step checks all
-slots that its queries see. A transfer checks that the blocks that it holds do not change.
+slots that its queries see. A transfer checks that the blocks that it holds do not change. A request has no
+block more than it needs.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class EngineWithMemory(RuleBasedStateMachine):
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.held: dict[str, dict[tuple[int, int], Content]] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
+        """By request: the first token that it computes next, and the end of its slots."""
         self.num_requests = 0
 
     @initialize(specs=st.sampled_from(MODELS), num_blocks=st.sampled_from([9, 14, 24]))
@@ -122,7 +125,15 @@ class EngineWithMemory(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(pick=picks)
     def look_up(self, pick: int) -> None:
-        self.manager.get_computed_blocks(self.waiting[pick % len(self.waiting)])
+        request = self.waiting[pick % len(self.waiting)]
+        before = self.manager.num_free_blocks
+        _, num_hit = self.manager.get_computed_blocks(request)
+        assert num_hit < request.num_tokens, "the last token is always computed"
+        self.check_unchanged(request, before)
+
+    def check_unchanged(self, request: Request, num_free_blocks: int) -> None:
+        assert self.manager.num_free_blocks == num_free_blocks
+        assert not any(self.manager.get_block_ids(request.request_id))
 
     @precondition(lambda self: self.waiting)
     @rule(pick=picks, chunk=st.integers(1, 8))
@@ -130,7 +141,9 @@ class EngineWithMemory(RuleBasedStateMachine):
         request = self.waiting[pick % len(self.waiting)]
         blocks, num_hit = self.manager.get_computed_blocks(request)
         num_new = min(chunk, request.num_tokens - num_hit)
+        before = self.manager.num_free_blocks
         if self.manager.allocate_slots(request, num_new, computed_blocks=blocks) is None:
+            self.check_unchanged(request, before)
             return
         self.waiting.remove(request)
         self.running.append(request)
@@ -149,6 +162,7 @@ class EngineWithMemory(RuleBasedStateMachine):
 
     def forward(self, request: Request, num_new: int) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
+        self.spans[request.request_id] = start, end
         self.write(request, start, end)
         self.check_seen(request, start, end)
         request.num_computed_tokens = end
@@ -199,13 +213,17 @@ class EngineWithMemory(RuleBasedStateMachine):
         request = self.waiting[pick % len(self.waiting)]
         blocks, num_hit = self.manager.get_computed_blocks(request)
         num_external = min(beyond, request.num_tokens - num_hit)
+        before = self.manager.num_free_blocks
         allocated = self.manager.allocate_slots(
             request, 0, computed_blocks=blocks, num_external_tokens=num_external
         )
         if allocated is None:
+            self.check_unchanged(request, before)
             return
         self.waiting.remove(request)
         self.loading.append(request)
+        end = num_hit + num_external
+        self.spans[request.request_id] = min(end, request.num_tokens - 1), end
         request.num_computed_tokens = num_hit
         request.num_loading = num_external
 
@@ -232,6 +250,7 @@ class EngineWithMemory(RuleBasedStateMachine):
             "no other request can have a block that is still being loaded"
         )
         request.num_computed_tokens = min(arrived, valid[request.request_id], request.num_tokens - 1)
+        del self.spans[request.request_id]  # its tables are cut, and grow again in its next step
         self.running.append(request)
 
     def loaded_blocks(self, request: Request) -> list[int]:
@@ -276,9 +295,20 @@ class EngineWithMemory(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
+        assert self.manager.pinned_request_ids == self.held.keys()
         for slots in self.held.values():
             for slot, content in slots.items():
                 assert self.memory[slot] == content, "a block changed under a transfer"
+
+    @invariant()
+    def no_request_has_a_block_that_it_does_not_need(self) -> None:
+        for request in self.loading + self.running:
+            if request.request_id not in self.spans:
+                continue
+            start, end = self.spans[request.request_id]
+            for spec, table in zip(self.specs, self.manager.get_block_ids(request.request_id), strict=True):
+                assert len(table) == -(-end // BLOCK_SIZE)
+                assert not any(table[: FIRST_SEEN[spec](start) // BLOCK_SIZE]), "no query sees these blocks"
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -332,4 +362,5 @@ def test_long_schedules(specs: tuple[KVCacheSpec, ...], num_blocks: int) -> None
     for _ in range(2000):
         _random_step(machine, rng)
         machine.nothing_is_broken()
+        machine.no_request_has_a_block_that_it_does_not_need()
     machine.teardown()

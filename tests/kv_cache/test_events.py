@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec
+from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.runner_mixin.kv_cache import CacheEvents, KVCacheManager, MultiModalFeature
 
 MakeManager = Callable[..., KVCacheManager]
@@ -70,18 +70,6 @@ def test_what_a_new_prompt_pushes_out_is_removed_before_it_is_stored(
         assert held == {(0, block) for block in request.block_hashes[:3]}
     assert manager.reset_prefix_cache()
     assert held_after(events.take(), held) == set()
-
-
-def test_each_group_has_events_of_its_own(
-    make_manager: MakeManager,
-    make_request: MakeRequest,
-    full: FullAttentionSpec,
-    windowed: Callable[[int], SlidingWindowSpec],
-) -> None:
-    manager = make_manager(30, full, windowed(4))
-    events = CacheEvents(manager)
-    compute(manager, events, make_request("a", list(range(12))))
-    assert {event["group_idx"] for event in events.take()} == {0, 1}
 
 
 def test_adapter_salt_and_images_are_in_the_extra_keys(

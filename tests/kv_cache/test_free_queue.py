@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -20,89 +20,36 @@ def ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def test_blocks_come_out_in_the_order_in_which_they_went_in() -> None:
-    queue = FreeKVCacheBlockQueue(make_blocks(5))
-    assert ids([queue.popleft(), queue.popleft()]) == [0, 1]
-    assert ids(queue.popleft_n(2)) == [2, 3]
-    assert queue.num_free_blocks == 1
-
-
-def test_a_block_that_is_put_back_comes_out_last() -> None:
-    queue = FreeKVCacheBlockQueue(make_blocks(3))
-    first, second = queue.popleft_n(2)
-    queue.append_n([second, first])
-    assert ids(queue.get_all_free_blocks()) == [2, 1, 0]
-
-
-def test_a_block_leaves_from_the_head_the_middle_and_the_tail() -> None:
-    blocks = make_blocks(5)
+@pytest.mark.parametrize(
+    ("call", "message", "left"),
+    [
+        (lambda queue, blocks: queue.popleft_n(-1), "cannot take -1 blocks: 3 are free", [1, 2, 3]),
+        (lambda queue, blocks: queue.popleft_n(4), "cannot take 4 blocks: 3 are free", [1, 2, 3]),
+        (
+            lambda queue, blocks: queue.remove(blocks[0]),
+            "cannot remove block 0: it is not in the free queue",
+            [1, 2, 3],
+        ),
+        (
+            lambda queue, blocks: queue.append(blocks[1]),
+            "block 1: it is in the free queue already",
+            [1, 2, 3],
+        ),
+        (lambda queue, blocks: FreeKVCacheBlockQueue(blocks), "block 1: .* already", [1, 2, 3]),
+        (lambda queue, blocks: queue.append_n(blocks[:2]), "block 1: .* already", [1, 2, 3, 0]),
+        (lambda queue, blocks: queue.prepend_n(blocks[1::-1]), "block 1: .* already", [0, 1, 2, 3]),
+        (lambda queue, blocks: FreeKVCacheBlockQueue([]).popleft(), "the free queue is empty", [1, 2, 3]),
+    ],
+)
+def test_a_wrong_call_is_refused_and_blocks_before_the_wrong_one_are_moved(
+    call: Callable[[FreeKVCacheBlockQueue, list[KVCacheBlock]], object], message: str, left: list[int]
+) -> None:
+    blocks = make_blocks(4)
     queue = FreeKVCacheBlockQueue(blocks)
-    for i, left in ((2, [0, 1, 3, 4]), (0, [1, 3, 4]), (4, [1, 3])):
-        queue.remove(blocks[i])
-        assert ids(queue.get_all_free_blocks()) == left
-
-
-def test_the_last_blocks_can_be_taken_at_once_and_the_queue_used_again() -> None:
-    blocks = make_blocks(3)
-    queue = FreeKVCacheBlockQueue(blocks)
-    assert queue.popleft_n(0) == []
-    assert queue.popleft_n(3) == blocks
-    assert queue.get_all_free_blocks() == []
-    queue.append(blocks[1])
-    assert queue.popleft() is blocks[1]
-
-
-def test_an_empty_queue_says_that_it_is_empty() -> None:
-    with pytest.raises(KVTransferStateError, match="the free queue is empty"):
-        FreeKVCacheBlockQueue([]).popleft()
-
-
-@pytest.mark.parametrize("count", [-1, 4])
-def test_a_request_for_more_blocks_than_there_are_takes_none(count: int) -> None:
-    queue = FreeKVCacheBlockQueue(make_blocks(3))
-    with pytest.raises(KVTransferStateError, match=f"cannot take {count} blocks: 3 are free"):
-        queue.popleft_n(count)
-    assert ids(queue.get_all_free_blocks()) == [0, 1, 2]
-
-
-def test_a_block_that_is_not_free_cannot_be_removed() -> None:
-    queue = FreeKVCacheBlockQueue(make_blocks(3))
-    taken = queue.popleft()
-    with pytest.raises(KVTransferStateError, match="cannot remove block 0: it is not in the free queue"):
-        queue.remove(taken)
-    assert ids(queue.get_all_free_blocks()) == [1, 2]
-
-
-def test_a_block_cannot_be_freed_twice() -> None:
-    blocks = make_blocks(2)
-    queue = FreeKVCacheBlockQueue(blocks)
-    with pytest.raises(KVTransferStateError, match="block 1: it is in the free queue already"):
-        queue.append(blocks[1])
-    assert ids(queue.get_all_free_blocks()) == [0, 1]
-
-
-def test_a_list_with_a_duplicate_is_appended_up_to_the_duplicate() -> None:
-    blocks = make_blocks(3)
-    queue = FreeKVCacheBlockQueue([])
-    with pytest.raises(KVTransferStateError, match="block 0: it is in the free queue already"):
-        queue.append_n([blocks[0], blocks[1], blocks[0], blocks[2]])
-    assert ids(queue.get_all_free_blocks()) == [0, 1]
-
-
-def test_a_block_that_is_put_in_front_comes_out_first() -> None:
-    queue = FreeKVCacheBlockQueue(make_blocks(3))
-    queue.prepend_n([KVCacheBlock(7), KVCacheBlock(8)])
-    assert ids(queue.get_all_free_blocks()) == [7, 8, 0, 1, 2]
-    with pytest.raises(KVTransferStateError, match="block 0: it is in the free queue already"):
-        queue.prepend_n([queue.get_all_free_blocks()[2], KVCacheBlock(9)])
-    assert ids(queue.get_all_free_blocks()) == [9, 7, 8, 0, 1, 2]
-
-
-def test_a_block_cannot_be_in_two_queues() -> None:
-    blocks = make_blocks(1)
-    FreeKVCacheBlockQueue(blocks)
-    with pytest.raises(KVTransferStateError, match="already"):
-        FreeKVCacheBlockQueue(blocks)
+    queue.popleft()
+    with pytest.raises(KVTransferStateError, match=message):
+        call(queue, blocks)
+    assert ids(queue.get_all_free_blocks()) == left
 
 
 operations = st.lists(

@@ -91,11 +91,6 @@ def test_a_group_needs_layers_that_merge(full: FullAttentionSpec, windowed: Wind
         create_kv_cache_group_specs({}, [[]])
 
 
-def test_one_kind_is_one_group(full: FullAttentionSpec, make_config: MakeConfig) -> None:
-    (group,) = get_kv_cache_groups(make_config(), layers(full, full, full))
-    assert group.layer_names == ("layers.0", "layers.1", "layers.2")
-
-
 def test_one_kind_with_different_pages_is_one_composite_group(
     full: FullAttentionSpec, make_config: MakeConfig
 ) -> None:
@@ -150,13 +145,6 @@ def test_a_state_padded_to_the_attention_page_joins_the_pool(
     groups = get_kv_cache_groups(make_config(), layers(full, state))
     assert len(groups) == 2
     assert num_blocks_per_request(make_config(64), groups) == 16 + 1
-
-
-def test_several_kinds_with_different_pages_are_an_error(
-    full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
-) -> None:
-    with pytest.raises(ConfigurationError, match="the same page size in bytes"):
-        get_kv_cache_groups(make_config(), layers(full, replace(windowed(8), head_size=16)))
 
 
 # -- the hybrid manager off --------------------------------------------------------------------------

@@ -83,19 +83,8 @@ def test_a_window_never_keeps_more_than_full_attention(
     assert pages(windowed(512), config) == pages(chunked(512), config) == 5
 
 
-def test_a_state_is_one_page_whatever_the_length(make_config: MakeConfig) -> None:
-    assert pages(MambaSpec(16, shapes=((3,),), dtypes=(torch.float32,)), make_config(1000)) == 1
-
-
 def test_an_encoder_keeps_nothing(make_config: MakeConfig) -> None:
     assert EncoderOnlyAttentionSpec(4, 2, 8, torch.float32).max_memory_usage_bytes(make_config()) == 0
-
-
-def test_a_composite_needs_as_many_pages_as_its_members(
-    full: FullAttentionSpec, make_config: MakeConfig
-) -> None:
-    spec = UniformTypeKVCacheSpecs(4, {"a": full, "b": replace(full, num_kv_heads=6)})
-    assert pages(spec, make_config(64)) == 16
 
 
 # -- merging -----------------------------------------------------------------------------------------

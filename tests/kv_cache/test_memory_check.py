@@ -68,12 +68,6 @@ def test_without_memory_nothing_fits(
         check_enough_kv_cache_memory(make_config(64), two_layers, available)
 
 
-def test_the_estimate_is_never_longer_than_the_configured_maximum(
-    two_layers: dict[str, KVCacheSpec], make_config: MakeConfig
-) -> None:
-    assert estimate_max_model_len(make_config(64), two_layers, 2**40) == 64
-
-
 def test_a_model_without_a_cache_needs_no_memory(make_config: MakeConfig) -> None:
     check_enough_kv_cache_memory(make_config(64), {}, 0)
     assert estimate_max_model_len(make_config(64), {}, 0) == 64

@@ -5,17 +5,6 @@ import pytest
 from kvferry.runner_mixin.kv_cache import PrefixCacheStats, PrefixCachingMetrics
 
 
-def test_without_lookups_the_rate_is_zero() -> None:
-    assert PrefixCachingMetrics().hit_rate == 0.0
-
-
-def test_the_rate_is_over_tokens() -> None:
-    metrics = PrefixCachingMetrics()
-    metrics.observe(PrefixCacheStats(requests=1, queries=100, hits=0))
-    metrics.observe(PrefixCacheStats(requests=1, queries=20, hits=15))
-    assert metrics.hit_rate == 15 / 120
-
-
 def test_only_the_most_recent_requests_count() -> None:
     metrics = PrefixCachingMetrics(max_recent_requests=2)
     for hits in (10, 5, 0):
@@ -30,13 +19,6 @@ def test_an_interval_is_kept_while_the_later_ones_have_too_few_requests() -> Non
     assert metrics.hit_rate == 0.5
     metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=0))
     assert metrics.hit_rate == 0.0
-
-
-def test_an_interval_without_requests_changes_nothing() -> None:
-    metrics = PrefixCachingMetrics(max_recent_requests=1)
-    metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=10))
-    metrics.observe(PrefixCacheStats(requests=0, queries=0, hits=0))
-    assert metrics.hit_rate == 1.0
 
 
 def test_reset_forgets_everything() -> None:

@@ -35,17 +35,6 @@ def test_a_layer_is_loaded_before_and_saved_after(connector, layer, make_step):
     assert connector.calls[2:5] == [f"wait_for_layer_load {NAME}", "attention", f"save_kv_layer {NAME}"]
 
 
-def test_it_also_decorates_a_layer(connector, layer, make_step):
-    @maybe_transfer_kv_layer(NAME)
-    def attention() -> str:
-        return "out"
-
-    with set_forward_context(ForwardContext({NAME: layer})):
-        with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(make_step()):
-            assert attention() == attention() == "out"
-    assert connector.calls.count(f"save_kv_layer {NAME}") == 2
-
-
 def test_nothing_is_saved_when_the_layer_raises(connector, layer, make_step):
     @maybe_transfer_kv_layer(NAME)
     def attention() -> None:
@@ -62,8 +51,3 @@ def test_nothing_happens_outside_a_step(connector):
     with maybe_transfer_kv_layer(NAME):
         pass
     assert connector.calls == []
-
-
-def test_nothing_happens_without_a_connector():
-    with maybe_transfer_kv_layer(NAME):
-        pass

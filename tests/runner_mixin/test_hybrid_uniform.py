@@ -19,9 +19,7 @@ from kvferry.connector.kv_cache_specs import (
 from kvferry.runner_mixin import (
     AttentionGroup,
     allocate_hybrid_uniform_kv_caches,
-    mamba_state_views,
     use_hybrid_uniform_kv_cache,
-    use_uniform_kv_cache,
 )
 from kvferry.runner_mixin.attention.torch_backend import TorchAttentionBackend
 
@@ -92,25 +90,6 @@ def test_a_block_of_a_group_is_one_run(preferring, kernel_block_sizes):
             assert touched == set(range(first, first + len(group.layer_names) * page, itemsize))
 
 
-def test_groups_never_touch_each_others_blocks(preferring):
-    caches = allocate_hybrid_uniform_kv_caches(HYBRID, ATTENTION, "auto", CPU, [4, 8, 64])
-    for name in GROUPS[0].layer_names:
-        caches[name][1] = 1.0
-    for name in GROUPS[1].layer_names:
-        caches[name][2] = 2.0
-    (state,) = mamba_state_views(caches["layers.4"], MAMBA)
-    state[3] = 3.0
-    assert all(caches[name][1].eq(1).all() for name in GROUPS[0].layer_names)
-    assert all(caches[name][2].eq(2).all() for name in GROUPS[1].layer_names)
-    (pool,) = preferring.allocated
-    assert not pool[: 2 * FULL.page_size_bytes].any()
-    assert not pool[4 * 2 * FULL.page_size_bytes :].any()
-
-
-def test_not_without_a_connector_that_prefers_it(make_connector):
-    assert not use_hybrid_uniform_kv_cache(HYBRID, ATTENTION, "auto")
-
-
 def test_not_for_a_connector_that_does_not_prefer_it(connector):
     assert not use_hybrid_uniform_kv_cache(HYBRID, ATTENTION, "auto")
 
@@ -167,10 +146,3 @@ def test_not_for_a_backend_that_puts_layers_first(preferring):
     backend = type("LayersFirst", (TorchAttentionBackend,), {"get_kv_cache_stride_order": order})
     groups = [[replace(group, backend=backend) for group in attention] for attention in ATTENTION]
     assert not use_hybrid_uniform_kv_cache(HYBRID, groups, "auto")
-
-
-def test_a_single_group_is_uniform_first(preferring, kv_cache_config):
-    (group,) = kv_cache_config.kv_cache_groups
-    attention = [[AttentionGroup(TorchAttentionBackend, group.layer_names, group.kv_cache_spec, 0)]]
-    assert use_uniform_kv_cache(attention, "auto")
-    assert use_hybrid_uniform_kv_cache(kv_cache_config, attention, "auto")

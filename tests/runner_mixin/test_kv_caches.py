@@ -85,13 +85,6 @@ def test_specs_of_decoder_layers(config):
     }
 
 
-def test_a_layer_has_a_window_or_chunks():
-    with pytest.raises(
-        ConfigurationError, match="'layers.3' has both sliding_window=16 and attention_chunk_size=32"
-    ):
-        AttentionLayerConfig("layers.3", 2, 8, sliding_window=16, attention_chunk_size=32)
-
-
 def test_the_cache_dtype_is_the_models_unless_it_is_set(config):
     assert resolve_kv_cache_dtype(config) is F32
     stored = replace(config, cache=CacheConfig(cache_dtype="float16"))
@@ -235,9 +228,3 @@ def test_a_recurrent_layer_keeps_opaque_pages(config):
     assert pages[1, 24:34].view(torch.bfloat16).eq(2).all()
     assert not pages[0].any()
     assert not pages[2].any()
-
-
-def test_a_model_without_attention_has_no_caches(config):
-    empty = KVCacheConfig(1, (), ())
-    setup = init_attn_backend(empty, with_layers(config), CPU)
-    assert init_kv_cache([], {}, empty, setup, CPU) == {}

@@ -180,10 +180,6 @@ def test_a_connector_that_prefers_separate_layers_gets_them(connector, config):
     assert connector.registered_cross_layers is None
 
 
-def test_without_a_connector_the_layout_is_per_layer(config):
-    assert Model(config).layout == "per-layer"
-
-
 @pytest.mark.parametrize("cross_layers", [True, False])
 def test_a_layer_that_reads_anothers_cache_is_not_registered(connector, hybrid, cross_layers):
     connector.cross_layers = cross_layers

@@ -28,21 +28,9 @@ def test_the_error_for_too_little_memory_names_every_figure():
         assert figure in str(caught.value)
 
 
-def test_this_machine_has_memory():
-    snapshot = MemorySnapshot.take(CPU)
-    assert 0 < snapshot.free_bytes <= snapshot.total_bytes
-
-
 def test_other_devices_are_refused():
     with pytest.raises(ConfigurationError, match="meta"):
         MemorySnapshot.take(torch.device("meta"))
-
-
-def test_the_pool_is_zeroed_bytes():
-    pool = allocate_pool(100, CPU)
-    assert pool.dtype == torch.int8
-    assert pool.shape == (100,)
-    assert not pool.any()
 
 
 def test_the_pool_comes_from_the_connector(connector):

@@ -16,7 +16,6 @@ from kvferry.runner_mixin import (
     ForwardContext,
     KVConnectorModelRunnerMixin,
     ModelRunnerOutput,
-    get_forward_context,
     maybe_transfer_kv_layer,
     set_forward_context,
 )
@@ -234,13 +233,3 @@ def test_a_report_without_forward_is_a_copy_of_the_empty_output(runner, connecto
     assert output is not EMPTY_MODEL_RUNNER_OUTPUT
     assert output.kv_connector_output == KVConnectorOutput(finished_recving={"loaded"})
     assert ModelRunnerOutput() == EMPTY_MODEL_RUNNER_OUTPUT
-
-
-def test_forward_contexts_nest_and_end():
-    outer = ForwardContext()
-    with set_forward_context(outer):
-        with set_forward_context(EMPTY_FORWARD_CONTEXT):
-            assert get_forward_context() is EMPTY_FORWARD_CONTEXT
-        assert get_forward_context() is outer
-    with pytest.raises(KVTransferStateError, match="no forward context"):
-        get_forward_context()

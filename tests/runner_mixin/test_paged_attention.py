@@ -51,22 +51,21 @@ def reference(query, key, value, params, causal=True):
 class Cache:
     """A paged cache and the block tables of some requests, blocks scattered over the pool."""
 
-    def __init__(self, lengths, *, params=PARAMS, layers=1, dtype=torch.float32, kernel_block=BLOCK):
+    def __init__(self, lengths, *, params=PARAMS, dtype=torch.float32):
         torch.manual_seed(7)
         width = -(-max(lengths) // BLOCK)
         ids = 1 + torch.randperm(width * len(lengths))
         self.table = ids.view(len(lengths), width).to(torch.int32)
         shape = TorchAttentionBackend.get_kv_cache_shape(
-            (1 + ids.numel()) * BLOCK // kernel_block, kernel_block, params.num_kv_heads, params.head_size
+            1 + ids.numel(), BLOCK, params.num_kv_heads, params.head_size
         )
         # NaN shows if the former contents of a block are ever used.
-        pool = torch.full((shape[0], layers, *shape[1:]), float("nan"), dtype=dtype)
+        pool = torch.full(shape, float("nan"), dtype=dtype)
         pool[0] = 0
         self.params = params
         self.spec = FullAttentionSpec(BLOCK, params.num_kv_heads, params.head_size, dtype)
         self.layer = AttentionLayer("layers.0", params, TorchAttentionBackend)
-        self.layer.kv_cache = [pool[:, layers - 1]]
-        self.kernel_block = kernel_block
+        self.layer.kv_cache = [pool]
         self.data = [
             [
                 torch.randn(n, heads, params.head_size)
@@ -75,20 +74,19 @@ class Cache:
             for n in lengths
         ]
 
-    def step(self, work, *, causal=True, layer=None):
+    def step(self, work, *, causal=True):
         """Run `{request: (first, last)}` positions as one step. Returns their outputs by request."""
-        layer = layer or self.layer
         requests, spans = list(work), list(work.values())
         batch = StepBatch.from_lens([b - a for a, b in spans], [a for a, _ in spans], CPU, causal=causal)
         table = self.table[requests]
-        group = AttentionGroup(TorchAttentionBackend, (layer.name,), self.spec, 0)
-        builder = TorchMetadataBuilder(group, self.kernel_block, CPU, torch.empty(0, dtype=torch.int8))
+        group = AttentionGroup(TorchAttentionBackend, (self.layer.name,), self.spec, 0)
+        builder = TorchMetadataBuilder(group, BLOCK, CPU, torch.empty(0, dtype=torch.int8))
         metadata = build_attn_metadata([builder], batch, [table], [compute_slot_mapping(table, batch, BLOCK)])
         flat = [torch.cat([self.data[r][i][a:b] for r, (a, b) in work.items()]) for i in range(3)]
         # In memory, heads come before tokens, as in the tensors of real models.
         flat = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in flat]
-        with set_forward_context(ForwardContext({layer.name: layer}, metadata)):
-            out = layer.forward(*flat)
+        with set_forward_context(ForwardContext({self.layer.name: self.layer}, metadata)):
+            out = self.layer.forward(*flat)
         return dict(zip(requests, out.split([b - a for a, b in spans]), strict=True))
 
     def check(self, request, out, first=0, **options):
@@ -126,19 +124,7 @@ def test_prompts_of_many_lengths_in_one_step(params):
 
 
 @variants
-def test_token_by_token(params):
-    cache = Cache(LENGTHS, params=params)
-    outs = [[] for _ in LENGTHS]
-    for position in range(max(LENGTHS)):
-        alive = {r: (position, position + 1) for r, n in enumerate(LENGTHS) if position < n}
-        for request, out in cache.step(alive).items():
-            outs[request].append(out)
-    for request, pieces in enumerate(outs):
-        cache.check(request, torch.cat(pieces))
-
-
-@variants
-@pytest.mark.parametrize("chunk", [2, 3, 4, 7])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7])
 def test_chunk_by_chunk_while_other_requests_decode(params, chunk):
     lengths = (23, 19)
     cache = Cache(lengths, params=params)
@@ -165,19 +151,6 @@ def test_the_result_does_not_depend_on_other_requests_in_the_batch():
         torch.testing.assert_close(cache.step({request: span})[request], together[request], rtol=0, atol=1e-6)
 
 
-def test_a_layer_of_a_block_major_pool_computes_the_same():
-    alone, pooled = Cache(LENGTHS), Cache(LENGTHS, layers=3)
-    assert not pooled.layer.kv_cache[0].is_contiguous()
-    one, other = alone.step(whole(LENGTHS)), pooled.step(whole(LENGTHS))
-    assert all(one[request].equal(other[request]) for request in one)
-
-
-def test_kernel_blocks_smaller_than_the_managers():
-    cache = Cache(LENGTHS, kernel_block=2)
-    for request, out in cache.step(whole(LENGTHS)).items():
-        cache.check(request, out)
-
-
 def test_blocks_outside_the_window_are_not_read():
     cache = Cache((30,), params=replace(PARAMS, sliding_window=6))
     cache.step({0: (0, 29)})
@@ -191,17 +164,6 @@ def test_blocks_outside_the_window_are_not_read():
 def test_without_causality_a_token_sees_those_after_it():
     cache = Cache((9,))
     cache.check(0, cache.step({0: (0, 9)}, causal=False)[0], causal=False)
-
-
-def test_a_sharing_layer_reads_and_does_not_write():
-    cache = Cache((9,))
-    expected = cache.step({0: (0, 9)})[0]
-    before = cache.layer.kv_cache[0].clone()
-    sharer = AttentionLayer("layers.1", PARAMS, TorchAttentionBackend, writes_cache=False)
-    sharer.kv_cache = cache.layer.kv_cache
-    cache.data[0][1:] = [torch.zeros_like(x) for x in cache.data[0][1:]]
-    assert cache.step({0: (0, 9)}, layer=sharer)[0].equal(expected)
-    torch.testing.assert_close(cache.layer.kv_cache[0], before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_cache_of_lower_precision():

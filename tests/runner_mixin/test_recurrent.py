@@ -44,11 +44,6 @@ def test_a_states_page_is_as_large_as_that_of_an_attention_layer() -> None:
     assert state.page_size_bytes == attention.page_size_bytes == 2 * 4 * 2 * 8 * 4
 
 
-def test_without_attention_pages_stay_aligned() -> None:
-    specs = get_kv_cache_spec(config_of(STATE, attention=()), torch.float32)
-    assert specs["layers.1.mamba"].page_size_bytes == 80
-
-
 def test_the_error_for_a_state_larger_than_a_page_names_a_sufficient_block_size() -> None:
     config = config_of(replace(STATE, state_shapes=((321,), (1,))))
     with pytest.raises(ConfigurationError, match="1286 bytes.*use block_size=11 or more") as caught:
@@ -66,10 +61,3 @@ def test_each_request_has_one_page_and_layers_of_a_group_share_the_metadata() ->
     assert metadata["layers.1.mamba"].block_ids == (5, 2)
     assert metadata["layers.1.mamba"] is metadata["layers.2.mamba"]
     assert metadata["layers.1.mamba"].batch is batch
-
-
-def test_attention_groups_have_no_state_metadata() -> None:
-    config = config_of()
-    pool = get_kv_cache_config(config, get_kv_cache_spec(config, torch.float32), available_memory=0)
-    batch = StepBatch.from_lens([3], [0], CPU)
-    assert build_state_metadata(pool, batch, [torch.tensor([[5]], dtype=torch.int32)]) == {}

@@ -111,16 +111,6 @@ def test_views_are_layers_of_the_tensor_in_the_configs_order(kv_cache_config, gr
     }
 
 
-def test_a_backend_may_choose_another_order(kv_cache_config, group):
-    """An order with layers first is allowed, although a block of all layers is then several runs of bytes."""
-    order = staticmethod(lambda include_num_layers_dimension=False: (0, 1, 2, 3, 4, 5))
-    backend = type("LayersFirst", (TorchAttentionBackend,), {"get_kv_cache_stride_order": order})
-    _, cross_layers, _ = allocate_uniform_kv_caches(
-        kv_cache_config, [[replace(group, backend=backend)]], "auto", CPU, [4]
-    )
-    assert cross_layers.is_contiguous()
-
-
 def test_layers_that_share_a_tensor_get_the_same_view(kv_cache_config, group):
     size = kv_cache_config.kv_cache_tensors[0].size
     tensors = (
