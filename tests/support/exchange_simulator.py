@@ -20,6 +20,8 @@ from kvferry.router.exchange import MAX_LOST, Action, Begun, Exchange, Offer, St
 from kvferry.web.errors import ApiError
 from kvferry.web.sse import DONE, Event
 
+from .explore import PromiseBroken
+
 T = TypeVar("T")
 #: How a node ends a stream before its answer's end, without breaking the connection.
 Fault = Literal["closed", "done", "aborted", "error"]
@@ -56,10 +58,6 @@ def broken_off(how: Fault, sent: Sequence[Event], *, wants_usage: bool) -> list[
         "error": [ERROR, DONE],
     }
     return [*sent, *ends[how]]
-
-
-class PromiseBrokenError(AssertionError):
-    """An exchange did what it promises not to do. The message begins with the promise."""
 
 
 @dataclass
@@ -194,7 +192,6 @@ class Schedule:
     setup: Setup
     drawn: Draws
     kind: type[Exchange] = Exchange
-    name: str = ""
     received: list[Event] = field(default_factory=list)
     ends: list[Action] = field(default_factory=list)
     settled: dict[int, str] = field(default_factory=dict)
@@ -231,20 +228,31 @@ class Schedule:
 
     def promise(self, what: str, *, kept: bool) -> None:
         if not kept:
-            raise PromiseBrokenError(f"{what} ({self.name}{self.exchange!r})")
+            raise PromiseBroken(what, f"{self.exchange!r}, {self.setup}")
 
     def run(self) -> None:
         """Draw steps until nothing can happen any more, and check what is left."""
-        self.begin()
-        for _ in range(200):
-            if not self.step():
-                break
-        else:
-            self.promise("a request ends", kept=False)
-        self.check_end()
+        self.promise("a request ends", kept=not self.go(200))
 
-    def begin(self) -> None:
-        self.do(self.exchange.begin())
+    def go(self, num_steps: int) -> bool:
+        """Begin, and draw so many steps, or until nothing can happen any more.
+
+        Returns:
+            Whether there were so many. If not, what is left was checked.
+
+        Raises:
+            PromiseBroken: a promise does not hold, or a state changed in a way that is in no table.
+        """
+        try:
+            self.do(self.exchange.begin())
+            goes_on = all(self.step() for _ in range(num_steps))
+            if not goes_on:
+                self.check_end()
+        except PromiseBroken:
+            raise
+        except AssertionError as error:
+            raise PromiseBroken(str(error), f"{self.exchange!r}, {self.setup}") from error
+        return goes_on
 
     def step(self) -> bool:
         """Draw what happens next. False: nothing can."""
@@ -562,12 +570,11 @@ class Schedule:
         return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": {"n": %d}, "metrics": {}}' % number))
 
 
-def explore(num: int, kind: type[Exchange] = Exchange, first_seed: int = 0) -> None:
-    """Run many schedules.
+def run_drawn(seed: int, kind: type[Exchange] = Exchange) -> None:
+    """Run a schedule from a seed.
 
     Raises:
-        PromiseBrokenError: One of them broke a promise; it names the seed.
+        PromiseBroken: a promise does not hold.
     """
-    for seed in range(first_seed, first_seed + num):
-        draws = RandomDraws(seed)
-        Schedule(Setup.drawn(draws), draws, kind, f"seed {seed}, ").run()
+    draws = RandomDraws(seed)
+    Schedule(Setup.drawn(draws), draws, kind).run()

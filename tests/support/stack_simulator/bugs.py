@@ -8,7 +8,6 @@ from typing import Any
 
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import LoadEnded
-from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.router import exchange as does
@@ -18,6 +17,7 @@ from kvferry.runner_mixin.kv_cache.block_hash import HashableRequest
 
 from ..handoff_simulator.planted import (
     AcceptsStaleBytes,
+    CountsWhatIsNotComputed,
     ForgetsLoadsOfLostPeers,
     ForgetsWhatItAnnounced,
     NeverClears,
@@ -34,16 +34,6 @@ class FreesBeforeRelease(KVCacheManager):
 
     def pin(self, request_id: str) -> None:
         self._pinned[request_id] = ()  # type: ignore[assignment]
-
-
-class CountsWhatIsNotComputed(ProducerProtocol):
-    """An early offer names a block of which the prompt is not computed yet."""
-
-    def open(
-        self, request_id: str, lease: int, block_ids: Any, num_tokens: int, num_ready: int, *what: Any
-    ) -> Any:
-        num_ready = min(num_tokens, num_ready + BLOCK_SIZE)
-        return super().open(request_id, lease, block_ids, num_tokens, num_ready, *what)
 
 
 class DropsInSilence(ConsumerProtocol):
