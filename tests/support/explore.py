@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -103,7 +102,6 @@ class Explored:
         num_ends: Different ends.
         depth: Steps of the longest of the shortest ways to a state.
         counts: Labels of all states.
-        is_whole: Whether every state within the bound was seen.
     """
 
     num_states: int = 0
@@ -112,21 +110,18 @@ class Explored:
     depth: int = 0
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    is_whole: bool = True
 
 
 def explore(
     begin: Callable[[], World],
     *,
     must_end: bool = False,
-    max_states: float = math.inf,
     shows_progress: bool = False,
 ) -> Explored:
     """Go through every state of a world.
 
     Args:
         must_end: Whether some end must be reachable from every state.
-        max_states: Stop after so many states; then the result is not whole.
 
     Raises:
         Counterexample: a promise does not hold.
@@ -150,7 +145,7 @@ def explore(
         numbers[found] = 0
     # The depth of the first states is 0, also if the beginning is none.
     waiting = deque([(0, 0 if found is not None else -1, first.keep())])
-    while waiting and len(numbers) < max_states:
+    while waiting:
         number, depth, again = waiting.popleft()
         explored.depth = max(depth, explored.depth)
         choices = deque(again().choices())
@@ -164,7 +159,7 @@ def explore(
                     ends.append(number)
                     continue
                 if found not in numbers:
-                    explored.counts.update(world.labels())
+                    explored.counts.update(world.labels())  # before the world is kept, which may count anew
                     numbers[found] = len(ways)
                     ways.append((number, choice))
                     before.append(set())
@@ -182,7 +177,7 @@ def explore(
                 f"{last - started:6.0f} s: {len(numbers)} states, {len(waiting)} still to be looked at, depth {depth}",
                 flush=True,
             )
-    explored.is_whole, explored.num_states, explored.num_ends = not waiting, len(numbers), len(ends)
+    explored.num_states, explored.num_ends = len(numbers), len(ends)
     if must_end and (stuck := set(range(len(ways))) - _before(before, ends)):
         raise Counterexample("from every state some end can be reached", begin().tell(way_to(min(stuck))), "")
     explored.seconds = time.monotonic() - started

@@ -374,7 +374,7 @@ def new_state(bound: Bound, planted: Planted = CORRECT) -> State:
     return State(simulation, Exploration(bound))
 
 
-def explore_bound(bound: Bound, planted: Planted = CORRECT) -> Explored:
+def explore_bound(bound: Bound, planted: Planted = CORRECT, *, shows_progress: bool = False) -> Explored:
     """Go through every state within a bound.
 
     Raises:
@@ -382,7 +382,7 @@ def explore_bound(bound: Bound, planted: Planted = CORRECT) -> Explored:
     """
     begun = new_state(bound, planted)
     again = begun.keep()
-    explored = explore(again)
+    explored = explore(again, shows_progress=shows_progress)
     explored.num_ends = len(begun.exploration.ended)
     return explored
 
@@ -519,4 +519,5 @@ LARGE = (
 
 
 if __name__ == "__main__":
-    print_table(SMALL, LARGE, explore_bound, "two or three nodes")
+    explore_aloud = partial(explore_bound, shows_progress=True)
+    print_table(SMALL, LARGE, explore_aloud, "two or three nodes")

@@ -15,6 +15,7 @@ from kvferry.router.exchange import Exchange
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.kv_cache.block_hash import HashableRequest
 
+from ..exchange_bugs import EndsTwice, LosesTheLastToken
 from ..handoff_simulator.planted import (
     AcceptsStaleBytes,
     CountsWhatIsNotComputed,
@@ -99,26 +100,6 @@ class MovesTwice(Exchange):
     def _stopped(self, stop: Any) -> Any:
         actions = super()._stopped(stop)
         return actions + [action for action in actions if isinstance(action, does.ChooseDecode)]
-
-
-class LosesTheLastToken(Exchange):
-    """What came with the stop of a moving answer is not sent."""
-
-    _has_stopped = False
-
-    def _stopped(self, stop: Any) -> Any:
-        self._has_stopped = True
-        return super()._stopped(stop)
-
-    def events_arrived(self, events: Any) -> Any:
-        self._has_stopped = False
-        actions = super().events_arrived(events)
-        return [each for each in actions if not (self._has_stopped and isinstance(each, does.Send))]
-
-
-class EndsTwice(Exchange):
-    def decode_ended(self) -> Any:
-        return [*super().decode_ended(), does.End()]
 
 
 #: Name of a bug → the fleet that has it.
