@@ -22,7 +22,6 @@ RELEASE_ARGS ?=
 VERSIONS_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
-HANDOFFS ?= 2000
 LOSSES ?= 60
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
 # The image that `make test-docker` builds and tests, `cpu` or `cuda`. Neither needs a GPU for this.
@@ -159,11 +158,6 @@ bench-gpu: ## measure the paths between GPU pools, and write build/bench-gpu.md 
 soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_GAP_S=1 SOAK_SEED=1 SOAK_SAMPLES=FILE
 	CONNECTORS=$(CONNECTOR) SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) \
 		$(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" -s $(TEST_ARGS)
-
-.PHONY: soak-ranks
-soak-ranks: $(READY) $(VLLM_READY) ## hand over 2,000 times between nodes of several ranks, per pair of shapes and engine: HANDOFFS=2000
-	KVFERRY_HANDOFFS=$(HANDOFFS) $(BIN)/python -m pytest tests/e2e/test_several_ranks.py -m "" -s $(TEST_ARGS)
-	KVFERRY_HANDOFFS=$(HANDOFFS) $(VLLM_BIN)/python -m pytest tests/vllm/test_several_ranks.py -m "" -s $(TEST_ARGS)
 
 .PHONY: soak-losses
 soak-losses: $(READY) $(VLLM_READY) build/nixl ## kill and freeze nodes under load, over each transport, and count what that costs: LOSSES=60

@@ -129,4 +129,4 @@ class EndsTwice(ProducerProtocol):
 def test_the_simulator_finds_a_transition_that_is_in_no_table_and_shows_all_states() -> None:
     with pytest.raises(PromiseBroken, match="cannot become ended.*sim://a/0: ") as caught:
         explore_many(EndsTwice)
-    assert "offer of request 'prefill-" in caught.value.states
+    assert "offer of request 'prefill-" in caught.value.shown

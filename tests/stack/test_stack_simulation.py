@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.explore import first_broken
 from tests.support.stack_simulator.bugs import BUGS
 from tests.support.stack_simulator.schedules import (
     AMPLE,
@@ -22,7 +23,7 @@ from tests.support.stack_simulator.schedules import (
     draw,
     explain,
     failure_of,
-    shrink,
+    shrunk,
 )
 
 NUM_SCHEDULES = int(os.environ.get("KVFERRY_SCHEDULES", "60"))
@@ -59,8 +60,8 @@ def test_whatever_breaks_each_answer_is_right_and_nothing_is_left(part: int) -> 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_each_planted_bug_is_caught(name: str) -> None:
-    found = next(filter(None, (failure_of(draw(seed), BUGS[name]) for seed in range(800))), "nothing")
-    assert found.startswith(FOUND[name]), found
+    broken = first_broken(lambda seed: Run(draw(seed), BUGS[name]).run(), range(800))
+    assert str(broken).startswith(FOUND[name]), broken
 
 
 def test_schedules_reach_what_they_are_about() -> None:
@@ -91,10 +92,10 @@ def test_a_failure_is_shrunk_to_what_it_needs() -> None:
     bug = BUGS["wrong group's table"]
     schedule = draw(0)
     assert len(schedule.arrivals) > 1
-    smaller, why = shrink(schedule, bug)
+    smaller = shrunk(schedule, bug)
     assert len(smaller.arrivals) == 1
     assert not smaller.faults
-    assert why == failure_of(smaller, bug)
+    assert failure_of(smaller, bug)
     assert f"SEED={schedule.seed}" in explain(schedule, bug)
 
 

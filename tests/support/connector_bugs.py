@@ -1,19 +1,19 @@
-"""Connectors with exactly one thing broken: `BUGS` says which promise of the conformance suite each breaks.
+"""Connectors with exactly one thing broken.
 
 `Blocks` is the asynchronous store of `examples/`, `Layers` the one that loads and saves layer by layer, and
 `Ranks` that one for nodes of several ranks. A bug is a class of its own scheduler half or worker half, or a
-connector if it needs both. `tests/connector/test_kit.py` shows which test of `ConnectorConformance` notices
-each, and by what words.
+connector if it needs both. `tests/connector/test_kit.py` says which promise each breaks, which test of
+`ConnectorConformance` notices it, and by what words.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import block_store
 import layer_store
@@ -32,6 +32,7 @@ from kvferry.connector.identity.content import block_digests
 from kvferry.connector.testing.loads import Item
 from kvferry.connector.testing.shapes import Request
 
+T = TypeVar("T")
 Tables = Sequence[Sequence[int]]
 
 # == the stores, with halves that can be replaced ==================================================
@@ -71,64 +72,53 @@ class Layers(LayerStoreConnector):
         return self.worker_class(self._settings()[0], self.kv_cache_config)
 
 
+def asked_otherwise(half: type[T], method: str, change: Callable[..., tuple[Any, ...]]) -> type[T]:
+    """Return a half that calls a method of this one with other arguments."""
+    whole = getattr(half, method)
+    return type(half.__name__, (half,), {method: lambda self, *asked: whole(self, *change(*asked))})
+
+
+def answers_otherwise(half: type[T], method: str, change: Callable[[Any], Any]) -> type[T]:
+    """Return a half that changes the answer of a method of this one."""
+    whole = getattr(half, method)
+    return type(half.__name__, (half,), {method: lambda self, *asked: change(whole(self, *asked))})
+
+
+def longer(request: Request, num_tokens: int) -> Request:
+    """Return a request that claims so many tokens more."""
+    return replace(request, num_prompt_tokens=request.num_prompt_tokens + num_tokens)
+
+
 # == which prompts share blocks ====================================================================
 
 
-class HashesAnother(LayerStoreScheduler):
+def hashes(change: Callable[[Any], Any]) -> type[LayerStoreScheduler]:
     """Names the blocks of each prompt after those of another one."""
-
-    def hashed(self, request: Any) -> Any:
-        raise NotImplementedError
-
-    def on_new_request(self, request: Any) -> None:
-        super().on_new_request(self.hashed(request))
+    return asked_otherwise(LayerStoreScheduler, "on_new_request", lambda request: (change(request),))
 
 
-class IgnoresTheSalt(HashesAnother):
-    def hashed(self, request: Request) -> Request:
-        return replace(request, cache_salt=None)
+IgnoresTheSalt = hashes(lambda request: replace(request, cache_salt=None))
+IgnoresTheAdapter = hashes(lambda request: replace(request, lora_id=None))
+IgnoresItems = hashes(lambda request: replace(request, mm_features=()))
+IgnoresWhereItemsAre = hashes(
+    lambda request: replace(
+        request, mm_features=[Item(item.identifier, 0, item.length) for item in request.mm_features]
+    )
+)
+IgnoresVectors = hashes(lambda request: replace(request, prompt_embeds=None))
+IgnoresTheOrderOfTokens = hashes(lambda request: replace(request, token_ids=sorted(request.prompt_token_ids)))
 
 
-class IgnoresTheAdapter(HashesAnother):
-    def hashed(self, request: Request) -> Request:
-        return replace(request, lora_id=None)
+def keeps_bits(num_bits: int) -> type[LayerStoreScheduler]:
+    kept = (1 << num_bits) - 1
+    return hashes(
+        lambda request: replace(request, token_ids=[token & kept for token in request.prompt_token_ids])
+    )
 
 
-class IgnoresItems(HashesAnother):
-    def hashed(self, request: Request) -> Request:
-        return replace(request, mm_features=())
-
-
-class IgnoresWhereItemsAre(HashesAnother):
-    def hashed(self, request: Request) -> Request:
-        items = [Item(item.identifier, 0, item.length) for item in request.mm_features]
-        return replace(request, mm_features=items)
-
-
-class IgnoresVectors(HashesAnother):
-    def hashed(self, request: Request) -> Request:
-        return replace(request, prompt_embeds=None)
-
-
-class IgnoresTheOrderOfTokens(HashesAnother):
-    def hashed(self, request: Request) -> Request:
-        return replace(request, token_ids=sorted(request.prompt_token_ids))
-
-
-class KeepsEightBitsOfATokenId(HashesAnother):
-    num_bits = 8
-
-    def hashed(self, request: Request) -> Request:
-        kept = (1 << self.num_bits) - 1
-        return replace(request, token_ids=[token & kept for token in request.prompt_token_ids])
-
-
-class KeepsSixteenBitsOfATokenId(KeepsEightBitsOfATokenId):
-    num_bits = 16
-
-
-class KeepsThirtyOneBitsOfATokenId(KeepsEightBitsOfATokenId):
-    num_bits = 31
+KeepsEightBitsOfATokenId = keeps_bits(8)
+KeepsSixteenBitsOfATokenId = keeps_bits(16)
+KeepsThirtyOneBitsOfATokenId = keeps_bits(31)
 
 
 class IgnoresTheModel(LayerStoreScheduler):
@@ -152,16 +142,18 @@ class IgnoresEarlierBlocks(LayerStoreScheduler):
 # == how much is loaded, and where =================================================================
 
 
-class LoadsTheLastToken(LayerStoreScheduler):
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        longer = replace(request, num_prompt_tokens=request.num_prompt_tokens + 1)
-        return super().get_num_new_matched_tokens(longer, num_computed_tokens)
+LoadsTheLastToken = asked_otherwise(
+    LayerStoreScheduler,
+    "get_num_new_matched_tokens",
+    lambda request, num_computed: (longer(request, 1), num_computed),
+)
 
 
-class LoadsABlockTooFew(LayerStoreScheduler):
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        shorter = replace(request, num_prompt_tokens=request.num_prompt_tokens - 1)
-        return super().get_num_new_matched_tokens(shorter, num_computed_tokens)
+LoadsABlockTooFew = asked_otherwise(
+    LayerStoreScheduler,
+    "get_num_new_matched_tokens",
+    lambda request, num_computed: (longer(request, -1), num_computed),
+)
 
 
 class CountsTokensThatItLacks(LayerStoreScheduler):
@@ -175,9 +167,9 @@ class CountsTokensThatItLacks(LayerStoreScheduler):
         return num_tokens, is_async
 
 
-class LoadsMoreThanThePrompt(LayerStoreScheduler):
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return super().get_num_new_matched_tokens(request, 0)
+LoadsMoreThanThePrompt = asked_otherwise(
+    LayerStoreScheduler, "get_num_new_matched_tokens", lambda request, num_computed: (request, 0)
+)
 
 
 class LoadsFromTheFirstBlock(LayerStoreScheduler):
@@ -217,9 +209,9 @@ class HandsOutOnce(LayerStoreScheduler):
         return num_tokens, is_async
 
 
-class NeverSaysHowMuch(BlocksScheduler):
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return None, False
+NeverSaysHowMuch = answers_otherwise(
+    BlocksScheduler, "get_num_new_matched_tokens", lambda found: (None, False)
+)
 
 
 class MixesUpRequests(LayerStoreWorker):
@@ -248,9 +240,7 @@ class UsesTheNullBlock(LayerStoreWorker):
             cache[0] = 1.0
 
 
-class LoadsAllButTheLastBlock(BlockStoreWorker):
-    def _load(self, copies: Copies) -> None:
-        super()._load(copies[:-1])
+LoadsAllButTheLastBlock = asked_otherwise(BlockStoreWorker, "_load", lambda copies: (copies[:-1],))
 
 
 class ClearsThePool(BlockStoreWorker):
@@ -265,16 +255,16 @@ class ClearsThePool(BlockStoreWorker):
 # == orders ========================================================================================
 
 
-class LosesOrdersWithoutALoad(BlocksScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store.Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        return orders if orders.loads else block_store.Orders()
+LosesOrdersWithoutALoad = answers_otherwise(
+    BlocksScheduler, "build_connector_meta", lambda orders: orders if orders.loads else block_store.Orders()
+)
 
 
-class LosesSavesBesideALoad(BlocksScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> block_store.Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        return block_store.Orders(orders.loads) if orders.loads else orders
+LosesSavesBesideALoad = answers_otherwise(
+    BlocksScheduler,
+    "build_connector_meta",
+    lambda orders: block_store.Orders(orders.loads) if orders.loads else orders,
+)
 
 
 class ChangesItsOrdersLater(BlocksScheduler):
@@ -297,10 +287,9 @@ class OrdersWithALock(layer_store.Orders):
     lock: Any = field(default_factory=threading.Lock)
 
 
-class SendsALock(LayerStoreScheduler):
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OrdersWithALock:
-        orders = super().build_connector_meta(scheduler_output)
-        return OrdersWithALock(orders.loads, orders.saves)
+SendsALock = answers_otherwise(
+    LayerStoreScheduler, "build_connector_meta", lambda orders: OrdersWithALock(orders.loads, orders.saves)
+)
 
 
 # == the end of a request ==========================================================================
@@ -313,9 +302,11 @@ class KeepsBlocksOfAbortedPrompts(BlocksScheduler):
         return delay_free or (is_aborted and bool(block_ids[0])), params
 
 
-class SavesWhatWasNotComputed(BlocksScheduler):
-    def request_finished(self, request: Any, block_ids: Tables) -> Any:
-        return super().request_finished(replace(request, finish_reason="length"), block_ids)
+SavesWhatWasNotComputed = asked_otherwise(
+    BlocksScheduler,
+    "request_finished",
+    lambda request, blocks: (replace(request, finish_reason="length"), blocks),
+)
 
 
 class ReturnsParamsThatAreNoJson(BlocksScheduler):
@@ -324,10 +315,7 @@ class ReturnsParamsThatAreNoJson(BlocksScheduler):
         return delay_free, {"file": self._folder}
 
 
-class FreesBeforeItCopied(BlocksScheduler):
-    def request_finished(self, request: Any, block_ids: Tables) -> Any:
-        super().request_finished(request, block_ids)
-        return False, None
+FreesBeforeItCopied = answers_otherwise(BlocksScheduler, "request_finished", lambda found: (False, None))
 
 
 class ReportsASaveTwice(BlockStoreWorker):
@@ -345,9 +333,7 @@ class ReportsASaveOfNothing(BlockStoreWorker):
         return (sent or set()) | finished_req_ids, received
 
 
-class NeverReportsASave(BlockStoreWorker):
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        return None, super().get_finished(finished_req_ids)[1]
+NeverReportsASave = answers_otherwise(BlockStoreWorker, "get_finished", lambda found: (None, found[1]))
 
 
 class FreesBeforeItCopiedConnector(Blocks):
@@ -510,9 +496,9 @@ class ForgetsAbortedLoadsConnector(Blocks):
 # == loads that fail ===============================================================================
 
 
-class DoesNotReportAFailedLoad(LayerStoreWorker):
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
+DoesNotReportAFailedLoad = answers_otherwise(
+    LayerStoreWorker, "get_block_ids_with_load_errors", lambda blocks: set()
+)
 
 
 class ReportsAFailedLoadTooLate(LayerStoreWorker):
@@ -523,9 +509,9 @@ class ReportsAFailedLoadTooLate(LayerStoreWorker):
         return set(late)
 
 
-class NamesOtherBlocksAsFailed(LayerStoreWorker):
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return {block - 1 for block in super().get_block_ids_with_load_errors()}
+NamesOtherBlocksAsFailed = answers_otherwise(
+    LayerStoreWorker, "get_block_ids_with_load_errors", lambda blocks: {block - 1 for block in blocks}
+)
 
 
 class ForgetsFailedLoads(BlockStoreWorker):
@@ -825,93 +811,7 @@ class LeaksAThread(BlockStoreWorker):
             BlockStoreWorker.shutdown(cls.leaked.pop())
 
 
-# == the list =====================================================================================
-
-#: Promises of `docs/connector-contract.md`, as the suite words them, abbreviated.
-_ONCE = "each completion is reported once"
-_UNDER_WAY = "only what is under way is reported as finished"
-_BYTES = "a load that is reported as done, and not as failed, has brought each token's keys and values"
-_WHOLE_BLOCKS = "a prompt that one node computed is loaded by another: each whole block"
-_LAST_TOKEN = "a synchronous load leaves at least the prompt's last token to compute"
-_NOT_MORE = "no more tokens are loaded than the prompt has"
-_ORDERED = "only blocks that a load was ordered for are written"
-_AFTER_THE_END = "nothing is written into the blocks of a load after its end was reported"
-_ENDS = "every transfer ends and is reported"
-_RELEASED = "blocks that are kept for saving are released in the end"
-_ANSWER = "every request gets its answer"
-_FAILED_BLOCKS = "get_block_ids_with_load_errors names blocks of loads that are not over"
-_LAYER = "wait_for_layer_load returns when the layer's part of the step's synchronous loads is in place"
-
-#: Each planted bug, and the promise that it breaks. `BrokenBy` and its name is the connector's name.
-BUGS: Mapping[str, str] = {
-    "ReportsASaveTwice": _ONCE,
-    "ReportsASaveOfNothing": _UNDER_WAY,
-    "DoesNotReportAFailedLoad": _BYTES,
-    "ReportsAFailedLoadTooLate": _BYTES,
-    "NamesOtherBlocksAsFailed": _FAILED_BLOCKS,
-    "FreesBeforeItCopiedConnector": _BYTES,
-    "LoadsTheLastToken": _LAST_TOKEN,
-    "LoadsABlockTooFew": _WHOLE_BLOCKS,
-    "CountsTokensThatItLacks": _BYTES,
-    "LoadsMoreThanThePrompt": _NOT_MORE,
-    "LoadsFromTheFirstBlock": _BYTES,
-    "WritesWhatIsHere": _ORDERED,
-    "IgnoresTheSalt": _BYTES,
-    "IgnoresTheAdapter": _BYTES,
-    "IgnoresItems": _BYTES,
-    "IgnoresWhereItemsAre": _BYTES,
-    "IgnoresVectors": _BYTES,
-    "IgnoresTheModel": _BYTES,
-    "IgnoresEarlierBlocks": _BYTES,
-    "IgnoresTheOrderOfTokens": _BYTES,
-    "KeepsEightBitsOfATokenId": _BYTES,
-    "KeepsSixteenBitsOfATokenId": _BYTES,
-    "KeepsThirtyOneBitsOfATokenId": _BYTES,
-    "HandsOutOnce": "get_num_new_matched_tokens has no side effects",
-    "LosesOrdersWithoutALoad": _RELEASED,
-    "LosesSavesBesideALoad": _WHOLE_BLOCKS,
-    "ChangesItsOrdersLater": "orders are not changed after",
-    "ChangesTheStep": "build_connector_meta does not change its argument",
-    "SendsALock": "orders can be sent to another process",
-    "MixesUpRequests": _BYTES,
-    "KeepsBlocksOfAbortedPrompts": _ENDS,
-    "SavesWhatWasNotComputed": _BYTES,
-    "ServesDamagedPages": _BYTES,
-    "PadsShortPages": _BYTES,
-    "OverwritesTheNextBlock": _ORDERED,
-    "UsesTheNullBlock": _ORDERED,
-    "ShutsDownOnce": "a half can be shut down",
-    "IgnoresUnknownOptions": "an unknown option is refused",
-    "ReturnsParamsThatAreNoJson": "kv_transfer_params can be sent to a client as JSON",
-    "ReportsALoadTwice": _ONCE,
-    "ReportsBeforeTheBytes": _BYTES,
-    "WritesAfterAnAbortConnector": _AFTER_THE_END,
-    "ForgetsAbortedLoadsConnector": _ENDS,
-    "ForgetsFailedLoads": _ANSWER,
-    "DiesOfADamagedPage": _ANSWER,
-    "SavesAfterTheReport": _BYTES,
-    "NeverReportsASave": _RELEASED,
-    "LoadsAllButTheLastBlock": _BYTES,
-    "NeverSaysHowMuch": _ANSWER,
-    "WritesAfterShutdown": _ORDERED,
-    "ClearsThePool": _ORDERED,
-    "DoesNotWaitForALayer": _LAYER,
-    "WaitsForAnotherLayer": _LAYER,
-    "DoesNotWaitForASave": _BYTES,
-    "SavesBeforeTheLayerIsComputed": _BYTES,
-    "SavesTheFirstLayerOnly": _BYTES,
-    "SavesAnotherRequestsTokens": _BYTES,
-    "SavesTheLastChunkOnly": _WHOLE_BLOCKS,
-    "TakesTheTableForNewBlocks": _BYTES,
-    "IgnoresPreemptions": _BYTES,
-    "SavesAllLayersAtTheEnd": _BYTES,
-    "KeepsTheStepOfAFailedHook": _BYTES,
-    "IgnoresHookErrors": _WHOLE_BLOCKS,
-    "SharesFilesBetweenRanks": _BYTES,
-    "LoadsOnTheFirstRankOnly": _BYTES,
-    "LeaksAThread": "a half that was shut down leaves nothing behind",
-    "LeaksADescriptor": "a half that was shut down leaves nothing behind",
-}
+# == by name ======================================================================================
 
 
 def planted(half: type[SchedulerHalf | WorkerHalf]) -> type[KVConnectorBase]:
@@ -925,9 +825,9 @@ def planted(half: type[SchedulerHalf | WorkerHalf]) -> type[KVConnectorBase]:
 
 
 def __getattr__(name: str) -> type[KVConnectorBase]:
-    """`BrokenBy` and a name in `BUGS`: the connector, as a factory of connectors looks it up."""
+    """`BrokenBy` and the name of a bug: the connector, as a factory of connectors looks it up."""
     bug = name.removeprefix("BrokenBy")
-    if bug not in BUGS or bug == name:
+    if bug not in globals() or bug == name:
         raise AttributeError(name)
     broken: type[Any] = globals()[bug]
     return broken if issubclass(broken, KVConnectorBase) else planted(broken)

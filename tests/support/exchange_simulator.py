@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from kvferry.router.answer import exchange as does
 from kvferry.router.answer.beginnings import OtherTokenError
@@ -20,6 +20,8 @@ from kvferry.router.answer.exchange import MAX_LOST, Action, Begun, Exchange, St
 from kvferry.router.choice.ways import Offer
 from kvferry.router.http.errors import ApiError
 from kvferry.router.http.sse import DONE, Event
+
+from .explore import PromiseBroken
 
 T = TypeVar("T")
 #: How a node ends a stream before its answer's end, without breaking the connection.
@@ -57,10 +59,6 @@ def broken_off(how: Fault, sent: Sequence[Event], *, wants_usage: bool) -> list[
         "error": [ERROR, DONE],
     }
     return [*sent, *ends[how]]
-
-
-class PromiseBrokenError(AssertionError):
-    """An exchange did what it promises not to do. The message begins with the promise."""
 
 
 @dataclass
@@ -107,37 +105,26 @@ class Node:
     abilities: bool = True
 
 
-class Draws(Protocol):
-    """Decides what happens."""
-
-    def chance(self, p: float) -> bool:
-        """Whether something happens that has this probability."""
-
-    def fault(self, p: float) -> bool:
-        """The same for what a node, a client or an operator does to a request that would go on well."""
-
-    def pick(self, options: Sequence[T]) -> T:
-        """One of them."""
-
-    def part(self, least: int, most: int) -> int:
-        """How many of `most` things come at once."""
-
-
-class RandomDraws:
-    """Draws from a seed."""
+class Draws:
+    """Decides what happens, from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def chance(self, p: float) -> bool:
+        """Whether something happens that has this probability."""
         return self._random.random() < p
 
-    fault = chance
+    def fault(self, p: float) -> bool:
+        """The same for what a node, a client or an operator does to a request that would go on well."""
+        return self.chance(p)
 
     def pick(self, options: Sequence[T]) -> T:
+        """One of them."""
         return self._random.choice(options)
 
     def part(self, least: int, most: int) -> int:
+        """How many of `most` things come at once."""
         return self._random.randint(least, most)
 
 
@@ -195,7 +182,6 @@ class Schedule:
     setup: Setup
     drawn: Draws
     kind: type[Exchange] = Exchange
-    name: str = ""
     received: list[Event] = field(default_factory=list)
     ends: list[Action] = field(default_factory=list)
     settled: dict[int, str] = field(default_factory=dict)
@@ -232,20 +218,31 @@ class Schedule:
 
     def promise(self, what: str, *, kept: bool) -> None:
         if not kept:
-            raise PromiseBrokenError(f"{what} ({self.name}{self.exchange!r})")
+            raise PromiseBroken(what, f"{self.exchange!r}, {self.setup}")
 
     def run(self) -> None:
         """Draw steps until nothing can happen any more, and check what is left."""
-        self.begin()
-        for _ in range(200):
-            if not self.step():
-                break
-        else:
-            self.promise("a request ends", kept=False)
-        self.check_end()
+        self.promise("a request ends", kept=not self.go(200))
 
-    def begin(self) -> None:
-        self.do(self.exchange.begin())
+    def go(self, num_steps: int) -> bool:
+        """Begin, and draw so many steps, or until nothing can happen any more.
+
+        Returns:
+            Whether there were so many. If not, what is left was checked.
+
+        Raises:
+            PromiseBroken: a promise does not hold, or a state changed in a way that is in no table.
+        """
+        try:
+            self.do(self.exchange.begin())
+            goes_on = all(self.step() for _ in range(num_steps))
+            if not goes_on:
+                self.check_end()
+        except PromiseBroken:
+            raise
+        except AssertionError as error:
+            raise PromiseBroken(str(error), f"{self.exchange!r}, {self.setup}") from error
+        return goes_on
 
     def step(self) -> bool:
         """Draw what happens next. False: nothing can."""
@@ -563,12 +560,11 @@ class Schedule:
         return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": {"n": %d}, "metrics": {}}' % number))
 
 
-def explore(num: int, kind: type[Exchange] = Exchange, first_seed: int = 0) -> None:
-    """Run many schedules.
+def run_drawn(seed: int, kind: type[Exchange] = Exchange) -> None:
+    """Run a schedule from a seed.
 
     Raises:
-        PromiseBrokenError: One of them broke a promise; it names the seed.
+        PromiseBroken: a promise does not hold.
     """
-    for seed in range(first_seed, first_seed + num):
-        draws = RandomDraws(seed)
-        Schedule(Setup.drawn(draws), draws, kind, f"seed {seed}, ").run()
+    draws = Draws(seed)
+    Schedule(Setup.drawn(draws), draws, kind).run()

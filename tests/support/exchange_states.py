@@ -1,55 +1,34 @@
 """Every state that a request's exchange can reach within a bound: breadth first, so that the first
 counterexample is a shortest one.
 
-`explore_every` lets the schedules of `exchange_simulator` draw everything that can be drawn. A state is a
+`explore` lets the schedules of `exchange_simulator` draw everything that can be drawn. A state is a
 whole schedule with the real `Exchange` in it. An exchange cannot be copied, so a state is kept as the draws
 that lead to it, and made again from them. What each step promises is checked after it, and what the end
 promises at each end. From every state some end must be reachable.
 
-    python -m tests.support.exchange_states --faults 3
+    python -m tests.support.exchange_states --size large
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import sys
-import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from functools import partial
 from itertools import product
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, TextIO
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 from kvferry.router.answer.exchange import Action, Begun, Exchange
 from kvferry.router.choice.ways import Offer
 from kvferry.router.http.sse import Event
 
-from .exchange_simulator import Node, PromiseBrokenError, Schedule, Setup, T
+from .exchange_simulator import Draws, Node, Schedule, Setup, T
+from .explore import Explored, PromiseBroken, Walk, counted, digest, explore, print_table
 
 #: Draws, each as the index of what was picked.
 Path = tuple[int, ...]
 #: What happens to an exchange: the calls that a counterexample shows.
-_EVENTS = (
-    "begin",
-    "placed",
-    "placed_at",
-    "prefill_answered",
-    "prefill_lost",
-    "prefill_refused",
-    "no_prefill_node",
-    "decode_chosen",
-    "no_decode_node",
-    "decode_lost",
-    "decode_answered",
-    "events_arrived",
-    "decode_broke",
-    "decode_ended",
-    "client_left",
-    "failed",
-)
+_EVENTS = [name for name, each in vars(Exchange).items() if isinstance(each, FunctionType) and name[0] != "_"]
 _ITERATOR: type[Any] = type(iter([]))
 
 
@@ -79,8 +58,8 @@ class Bound:
     fixed: Mapping[str, bool] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        nodes = f"{self.num_prefills} + {self.num_decodes} nodes"
-        return f"{nodes}, {self.num_faults} faults, {'all' if not self.fixed else len(list(self.setups()))} setups"
+        nodes = f"{self.num_prefills} and {counted(self.num_decodes, 'node')}"
+        return f"{nodes}, {counted(self.num_faults, 'fault')}, {len(list(self.setups()))} setups"
 
     def setups(self) -> Iterator[Setup]:
         """Everything that a schedule can begin with.
@@ -112,7 +91,7 @@ LARGE = (
 )
 
 
-class _ListedDraws:
+class _ListedDraws(Draws):
     """Repeats draws, and then picks what comes first."""
 
     def __init__(self, path: Path, num_faults: int) -> None:
@@ -142,158 +121,95 @@ class _ListedDraws:
         self._num_faults -= has_happened
         return has_happened
 
-    def next_path(self, start: int) -> Path | None:
-        """What to draw next, if the draws from `start` on are all to be tried. None: they were."""
-        taken, options = list(self.taken), list(self.options)
-        while len(taken) > start and taken[-1] + 1 == options[-1]:
-            taken.pop()
-            options.pop()
-        return None if len(taken) == start else (*taken[:-1], taken[-1] + 1)
-
     @property
     def num_faults(self) -> int:
         """Faults that may still happen."""
         return self._num_faults
 
 
-class Counterexample(AssertionError):
-    """A shortest schedule that breaks a promise.
-
-    Attributes:
-        promise: The promise.
-        steps: What happened to the exchange, and what it wanted done.
-    """
-
-    def __init__(self, promise: str, setup: Setup, steps: list[str]) -> None:
-        lines = [f"{number:3}. {step}" for number, step in enumerate(steps, 1)]
-        super().__init__("\n".join([promise, str(setup), *lines]))
-        self.promise, self.steps = promise, steps
-
-
 @dataclass
-class Explored:
-    """What an exploration saw.
+class ExchangeState:
+    """A schedule after some steps, which is made again from its draws.
 
-    Attributes:
-        num_states: Different states.
-        num_steps: Steps that were tried, from all states.
-        num_ends: Different ends.
-        depth: Steps of the longest of the shortest ways to a state.
-        states: How often an exchange was in each of its states.
+    Args:
+        setup: The number of what it begins with. None: nothing has begun.
+        path: All draws so far.
     """
 
-    num_setups: int = 0
-    num_states: int = 0
-    num_steps: int = 0
-    num_ends: int = 0
-    depth: int = 0
-    seconds: float = 0.0
-    states: Counter[str] = field(default_factory=Counter)
+    setups: Sequence[Setup]
+    num_faults: int
+    kind: type[Exchange] = Exchange
+    setup: int | None = None
+    path: Path = ()
+    num_steps: int = -1
+    goes_on: bool = False
+
+    def choices(self) -> list[Path]:
+        """The beginnings of what the next step can draw; before the first one the setup is drawn."""
+        return [(number,) for number, _ in enumerate(self.setups)] if self.setup is None else [()]
+
+    def do(self, choice: Path) -> list[Path]:
+        """Draw so much, and then what comes first; return what else could have been drawn after that."""
+        start, step = len(self.path), choice
+        head = choice[:1] if self.setup is None else ()
+        step = choice[len(head) :]
+        self._run(choice)
+        self.path, options = tuple(self._draws.taken), self._draws.options
+        return [
+            (*head, *self.path[start:position], index)
+            for position in range(start + len(step), len(self.path))
+            for index in range(1, options[position])
+        ]
+
+    def _run(self, choice: Path, told: list[str] | None = None) -> None:
+        """Begin, make the steps until here, and another one that draws this."""
+        if self.setup is None:
+            self.setup, choice = choice[0], choice[1:]
+        self.num_steps += 1
+        self._draws = draws = _ListedDraws((*self.path, *choice), self.num_faults)
+        self._schedule = schedule = Schedule(self.setups[self.setup], draws, self.kind)
+        if told is not None:
+            for name in _EVENTS:
+                setattr(schedule.exchange, name, _told(name, getattr(schedule.exchange, name), told))
+        self.goes_on = schedule.go(self.num_steps)
+
+    def fingerprint(self) -> bytes | None:
+        if not self.goes_on:
+            return None
+        walked = repr((self.setup, self._draws.num_faults, _Walk().of(self._schedule)))
+        return digest(walked.encode())
+
+    def keep(self) -> Callable[[], ExchangeState]:
+        number = self.setup
+        return partial(
+            ExchangeState, self.setups, self.num_faults, self.kind, number, self.path, self.num_steps
+        )
+
+    def check(self, again: Callable[[], ExchangeState]) -> None:
+        """There is nothing to check: that some end can be reached, `explore` does."""
+
+    def labels(self) -> Mapping[str, int]:
+        return {self._schedule.exchange.state.value: 1}
+
+    def tell(self, choices: Sequence[Path]) -> list[str]:
+        told = list[str]()
+        for choice in choices[:-1]:
+            self.do(choice)
+        try:
+            self._run(choices[-1], told)
+        except PromiseBroken:
+            pass  # it was broken before, so it is broken again
+        return told
 
 
-def explore_every(
-    bound: Bound, kind: type[Exchange] = Exchange, *, progress: TextIO | None = None
-) -> Explored:
-    """Go through every state within a bound, for one setup after the other.
+def explore_every(bound: Bound, kind: type[Exchange] = Exchange, *, shows_progress: bool = False) -> Explored:
+    """Go through every state within a bound.
 
     Raises:
         Counterexample: a promise does not hold.
     """
-    started = last = time.monotonic()
-    explored = Explored()
-    for setup in bound.setups():
-        _explore_setup(setup, bound.num_faults, kind, explored)
-        explored.num_setups += 1
-        if progress is not None and time.monotonic() - last > 5.0:
-            last = time.monotonic()
-            progress.write(
-                f"{last - started:6.0f} s: {explored.num_setups} setups, {explored.num_states} states\n"
-            )
-            progress.flush()
-    explored.seconds = time.monotonic() - started
-    return explored
-
-
-def _explore_setup(setup: Setup, num_faults: int, kind: type[Exchange], explored: Explored) -> None:
-    numbers: dict[bytes, int] = {}
-    before: list[set[int]] = []  # by state: those from which it was reached
-    ends = list[int]()
-    #: Draws of the way to each state, and how many steps they are.
-    ways = list[tuple[Path, int]]()
-    waiting = deque[int]()
-
-    def note(schedule: Schedule, draws: _ListedDraws, num_steps: int) -> int:
-        found = fingerprint(schedule, draws.num_faults)
-        number = numbers.setdefault(found, len(numbers))
-        if number == len(before):
-            before.append(set())
-            ways.append((tuple(draws.taken), num_steps))
-            waiting.append(number)
-            explored.states[schedule.exchange.state.value] += 1
-            explored.depth = max(explored.depth, num_steps)
-        return number
-
-    def each(path: Path, num_steps: int) -> Iterator[tuple[Schedule, _ListedDraws, bool]]:
-        """Try everything that the next step can be: yield the schedule after it, and whether there was a
-        step.
-        """
-        next_path: Path | None = path
-        while next_path is not None:
-            draws = _ListedDraws(next_path, num_faults)
-            schedule = Schedule(setup, draws, kind)
-            explored.num_steps += 1
-            try:
-                goes_on = _run(schedule, num_steps)
-                if not goes_on:
-                    schedule.check_end()
-            except AssertionError as broken:
-                raise _counterexample(
-                    setup, tuple(draws.taken), num_faults, kind, num_steps, broken
-                ) from broken
-            yield schedule, draws, goes_on
-            next_path = draws.next_path(len(path))
-
-    for schedule, draws, _ in each((), 0):
-        note(schedule, draws, 0)
-    while waiting:
-        number = waiting.popleft()
-        path, num_steps = ways[number]
-        for schedule, draws, goes_on in each(path, num_steps + 1):
-            if goes_on:
-                before[note(schedule, draws, num_steps + 1)].add(number)
-            else:
-                ends.append(number)
-    explored.num_states += len(numbers)
-    explored.num_ends += len(ends)
-    can_end, to_see = set(ends), list(ends)
-    while to_see:
-        new = before[to_see.pop()] - can_end
-        can_end |= new
-        to_see += new
-    if stuck := set(range(len(numbers))) - can_end:
-        path, num_steps = ways[min(stuck)]
-        never = PromiseBrokenError("from every state some end can be reached")
-        raise _counterexample(setup, path, num_faults, kind, num_steps, never)
-
-
-def _run(schedule: Schedule, num_steps: int) -> bool:
-    """Begin and make so many steps. False: before the last one nothing could happen any more."""
-    schedule.begin()
-    return all(schedule.step() for _ in range(num_steps))
-
-
-def _counterexample(
-    setup: Setup, path: Path, num_faults: int, kind: type[Exchange], num_steps: int, broken: AssertionError
-) -> Counterexample:
-    schedule = Schedule(setup, _ListedDraws(path, num_faults), kind)
-    told = list[str]()
-    for name in _EVENTS:
-        setattr(schedule.exchange, name, _told(name, getattr(schedule.exchange, name), told))
-    try:
-        _run(schedule, num_steps)
-    except AssertionError:
-        pass  # it was broken before, so it is broken again
-    return Counterexample(str(broken).partition(" (")[0], setup, told)
+    begin = partial(ExchangeState, tuple(bound.setups()), bound.num_faults, kind)
+    return explore(begin, must_end=True, shows_progress=shows_progress)
 
 
 def _told(name: str, event: Callable[..., Any], told: list[str]) -> Callable[..., Any]:
@@ -327,74 +243,34 @@ def _words(value: Any) -> str:
             return repr(value)
 
 
-# -- fingerprints --------------------------------------------------------------------------------------
+class _Walk(Walk):
+    """One walk over a schedule."""
 
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-#: What is no part of a state.
-_IGNORED = frozenset({"drawn", "kind", "name", "setup", "_explain"})
+    ignored = frozenset({"drawn", "kind", "name", "setup", "_explain"})
 
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in self.plain:
+            return value
+        if kind is set or kind is frozenset:
+            return sorted(repr(self.of(each)) for each in value)
+        if kind is BuiltinFunctionType or isinstance(value, type):
+            return value.__name__
+        return super().of(value)
 
-def fingerprint(schedule: Schedule, num_faults: int) -> bytes:
-    """A digest of everything that can make a difference to what happens from here on."""
-    walked = repr((num_faults, _walk(schedule, {})))
-    return hashlib.blake2b(walked.encode(), digest_size=16).digest()
-
-
-def _walk(value: Any, seen: dict[int, int]) -> Any:
-    """Turn a value into one of plain lists, strings and numbers, in which one object is one number."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind in (tuple, list, deque):
-        return [_walk(each, seen) for each in value]
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, type):
-        return value.__name__
-    if kind is BuiltinFunctionType:
-        return value.__name__
-    if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
-    if isinstance(value, dict):
-        return [(_walk(key, seen), _walk(each, seen)) for key, each in value.items()]
-    if isinstance(value, set | frozenset):
-        return sorted(repr(_walk(each, seen)) for each in value)
-    if kind is MethodType:
-        return (value.__name__, _walk(value.__self__, seen))
-    if kind is FunctionType:
-        return (value.__qualname__, [_walk(cell.cell_contents, seen) for cell in value.__closure__ or ()])
-    if kind is _ITERATOR:
-        return _walk(value.__reduce__()[1:], seen)
-    if isinstance(value, BaseException):
-        return (kind.__name__, [_walk(each, seen) for each in value.args])
-    names = [each.name for each in fields(value)] if is_dataclass(value) else []
-    inside = vars(value) if hasattr(value, "__dict__") else {name: getattr(value, name) for name in names}
-    return (
-        kind.__name__,
-        [(name, _walk(each, seen)) for name, each in inside.items() if name not in _IGNORED],
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Go through every state of a request's exchange within some bounds."
-    )
-    parser.add_argument(
-        "--size", choices=("small", "large"), default="small", help="which bounds; default: small"
-    )
-    args = parser.parse_args()
-    rows = []
-    for bound in SMALL if args.size == "small" else LARGE:
-        print(f"{bound}:", flush=True)
-        explored = explore_every(bound, progress=sys.stdout)
-        rows.append(
-            f"| {bound} | {explored.num_states:,} | {explored.num_steps:,} | {explored.num_ends:,} | {explored.depth} "
-            f"| {explored.seconds:.0f} s |"
-        )
-    print("\n| bound | states | steps tried | ends | longest way | time |\n|---|---|---|---|---|---|")
-    print("\n".join(rows))
+    def of_object(self, value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            return (value.__qualname__, [self.of(cell.cell_contents) for cell in value.__closure__ or ()])
+        if type(value) is _ITERATOR:
+            return self.of(value.__reduce__()[1:])
+        if isinstance(value, BaseException):
+            return self.of(value.args)
+        if hasattr(value, "__dict__"):
+            return super().of_object(value)
+        names = [each.name for each in fields(value)] if is_dataclass(value) else []
+        return [(name, self.of(getattr(value, name))) for name in names]
 
 
 if __name__ == "__main__":
-    main()
+    explore_aloud = partial(explore_every, shows_progress=True)
+    print_table(SMALL, LARGE, explore_aloud, "a request's exchange")

@@ -1,15 +1,16 @@
 """Two nodes, a wire and an owner of memory around `Reader` and `Server` of `transports.sliced`, in small
 steps.
 
-`explore` takes every order of the steps, with every loss, and checks the promises after each step. There are
-no sockets, no threads and no clock, so each schedule can be repeated.
+`explore_wire` takes every order of the steps, with every loss, and checks the promises after each step.
+There are no sockets, no threads and no clock, so each schedule can be repeated.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from kvferry.transports.errors import ChecksumError, KVTransferError, StaleRegio
 from kvferry.transports.movers import Mover, Ring, StagingBuffer, Ticket
 from kvferry.transports.regions import AddressArray, Guard, Int64Array
 from kvferry.transports.sliced import SliceState, Transfer, Verdict
+
+from .explore import PromiseBroken, explore
 
 #: What the bytes of the owner's pool are while the guard holds, and after the owner has reused them.
 PROMISED, REUSED = 1, 2
@@ -530,39 +533,64 @@ class Nodes:
         )
 
 
-class PromiseBrokenError(AssertionError):
-    """A promise does not hold. The message has the steps."""
+@dataclass
+class SlicedState:
+    """Two nodes after some steps. They are made again by taking the steps again."""
+
+    wire: Wire
+    num_slices: tuple[int, ...]
+    num_faults: int
+    path: tuple[tuple[str, Step], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.nodes = Nodes(self.wire, self.num_slices, self.num_faults)
+        for choice in self.path:
+            self._take(choice)
+
+    def _take(self, choice: tuple[str, Step]) -> None:
+        name, arguments = choice
+        getattr(self.nodes, name)(*arguments)
+
+    def choices(self) -> list[tuple[str, Step]]:
+        return [(step.__name__, arguments) for step, arguments in self.nodes.steps()]
+
+    def do(self, choice: tuple[str, Step]) -> tuple[()]:
+        self.path = (*self.path, choice)
+        try:
+            self._take(choice)
+            self.nodes.check()
+        except Exception as error:
+            raise PromiseBroken(repr(error)) from error
+        return ()
+
+    def fingerprint(self) -> object:
+        return self.nodes.snapshot()
+
+    def keep(self) -> Callable[[], SlicedState]:
+        return partial(SlicedState, self.wire, self.num_slices, self.num_faults, self.path)
+
+    def check(self, again: Callable[[], SlicedState]) -> None:
+        """Check the end, if only faults can still happen."""
+        if all(name in _FAULTS or arguments == ("the GPU failed",) for name, arguments in self.choices()):
+            try:
+                self.nodes.check_end()
+            except Exception as error:
+                raise PromiseBroken(repr(error)) from error
+
+    def labels(self) -> Mapping[str, int]:
+        return {}
+
+    def tell(self, choices: Sequence[tuple[str, Step]]) -> list[str]:
+        return [f"{name} {arguments}" for name, arguments in choices]
 
 
-def explore(wire: Wire, num_slices: tuple[int, ...], num_faults: int) -> int:
+def explore_wire(wire: Wire, num_slices: tuple[int, ...], num_faults: int) -> int:
     """Take every order of steps once per state; return how many states there are.
 
     Raises:
-        PromiseBrokenError: a promise does not hold in one of them.
+        Counterexample: a promise does not hold in one of them.
     """
-    seen: set[object] = set()
-    paths: list[tuple[tuple[str, Step], ...]] = [()]
-    while paths:
-        path = paths.pop()
-        try:
-            nodes = Nodes(wire, num_slices, num_faults)
-            nodes.check()
-            for name, arguments in path:
-                getattr(nodes, name)(*arguments)
-                nodes.check()
-            snapshot = nodes.snapshot()
-            if snapshot in seen:
-                continue
-            seen.add(snapshot)
-            following = [(step.__name__, arguments) for step, arguments in nodes.steps()]
-            if not any(
-                name not in _FAULTS and arguments != ("the GPU failed",) for name, arguments in following
-            ):
-                nodes.check_end()
-        except Exception as error:
-            raise PromiseBrokenError(f"{error!r} after {path}") from error
-        paths += [(*path, step) for step in following]
-    return len(seen)
+    return explore(partial(SlicedState, wire, num_slices, num_faults)).num_states
 
 
 _FAULTS = ("reuse", "corrupt", "stop", "close")

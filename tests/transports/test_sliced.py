@@ -12,7 +12,8 @@ import pytest
 
 from kvferry.transports.errors import ProtocolError
 from kvferry.transports.sliced import Reader, Server, Slice, SliceState, Verdict
-from tests.support.sliced_model import Nodes, PromiseBrokenError, Wire, explore
+from tests.support.explore import Counterexample
+from tests.support.sliced_model import Nodes, Wire, explore_wire
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
@@ -32,21 +33,21 @@ every_wire = pytest.mark.parametrize("wire", WIRES, ids=str)
 
 @every_wire
 def test_no_order_of_two_slices_with_a_loss_breaks_a_promise(wire: Wire) -> None:
-    assert explore(wire, (2,), 1) > 50
-    assert explore(wire, (0,), 1) > 5
+    assert explore_wire(wire, (2,), 1) > 50
+    assert explore_wire(wire, (0,), 1) > 5
 
 
 @pytest.mark.slow
 @every_wire
 def test_no_order_of_two_slices_with_two_losses_breaks_a_promise(wire: Wire) -> None:
-    assert explore(wire, (2,), 2) > 100
+    assert explore_wire(wire, (2,), 2) > 100
 
 
 @pytest.mark.slow
 @every_wire
 def test_no_order_of_two_reads_with_a_loss_breaks_a_promise(wire: Wire) -> None:
     """The window has room for two of their three slices, and each ring for one."""
-    assert explore(wire, (2, 1), 1) > 200
+    assert explore_wire(wire, (2, 1), 1) > 200
 
 
 def test_the_table_of_the_design_has_the_transitions_that_happen() -> None:
@@ -56,7 +57,7 @@ def test_the_table_of_the_design_has_the_transitions_that_happen() -> None:
         LIBRARY.with_buffers(staged=True, gathered=False),
         MESSAGES.with_buffers(staged=True, gathered=False),
     ):
-        explore(wire, (2,), 1)
+        explore_wire(wire, (2,), 1)
     happened = {(before.value if before else "–", after.value) for before, after in Nodes.transitions}
     _, _, section = DESIGN.read_text().partition("### Reads in slices\n")
     rows = [
@@ -253,5 +254,5 @@ def test_a_planted_bug_is_found(
     gathered: bool,
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises(PromiseBrokenError):
-        explore(wire.with_buffers(staged, gathered), (2,), 1)
+    with pytest.raises(Counterexample):
+        explore_wire(wire.with_buffers(staged, gathered), (2,), 1)

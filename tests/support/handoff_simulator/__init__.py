@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from .simulated import PromiseBroken, Spread
+from ..explore import PromiseBroken
+from .simulated import Spread
 from .simulation import Simulation, explore, explore_without_faults
 
 __all__ = ["PromiseBroken", "Simulation", "Spread", "explore", "explore_without_faults"]

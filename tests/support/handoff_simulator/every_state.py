@@ -1,10 +1,10 @@
 """Every state that two or three nodes can reach within a bound: breadth first, so that the first
 counterexample is a shortest one.
 
-`Explorer` drives `Simulation`, the world of the random schedules, through its operations. Nothing here models
-the protocol: a state is the whole simulated world, with the real `NodeProtocol`s in it. After each operation
-the promises of the world are checked. Then a copy of the state is driven to its end without further faults,
-and must end with everything freed.
+`State` lets `explore` drive `Simulation`, the world of the random schedules, through its operations.
+Nothing here models the protocol: a state is the whole simulated world, with the real `NodeProtocol`s in it.
+After each operation the promises of the world are checked. Then a copy of the state is driven to its end
+without further faults, and must end with everything freed.
 
 Two states count as one if they differ only in the numbers of connections and in the time that it is.
 `fingerprint` walks over everything else, so a new attribute of the protocol is part of a state by itself.
@@ -14,37 +14,31 @@ Two states count as one if they differ only in the numbers of connections and in
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import io
 import marshal
 import math
 import pickle
-import sys
-import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from itertools import product
-from types import MethodType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from kvferry.connector.handoff.config import HandoffConfig
-from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import Identity
-from kvferry.connector.handoff.messages import Welcome, decode
+from kvferry.connector.handoff.messages import Welcome
 from kvferry.connector.handoff.pairing import NodePlanners
-from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.planning.layout import KVLayout
 from kvferry.transports.errors import KVTransferError
 from kvferry.transports.regions import RegionPairs
 
-from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, Spread
-from .simulation import UPGRADED, Simulation, checked
+from ..explore import Explored, PromiseBroken, Walk, counted, digest, explore, print_table
+from .planted import CORRECT, Planted
+from .simulated import SimulatedEngine, SimulatedRank, Spread
+from .simulation import UPGRADED, Choice, Simulation, checked
 from .world import FIRST_PEER_ID
 
 #: Deadlines like the default ones, but without rounding: all times of a schedule are exact, so equal states
@@ -66,9 +60,6 @@ CONFIG = HandoffConfig(
 COMPUTED, EARLY, WITHDRAWN = 0, 40, 60
 #: What `Simulation.claim` is told: the epoch of another start, another request, and another prompt.
 OTHER_EPOCH, OTHER_REQUEST, OTHER_PROMPT = 2, 3, 8
-
-#: An operation of `Simulation` and its arguments.
-Choice = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,9 @@ class Bound:
             (2, 2): "each node in both roles",
         }
         parts = [
-            f"{self.num_requests} requests ({', '.join(ways)}), {self.num_faults} faults, {self.num_ticks} ticks",
+            f"{counted(self.num_requests, 'request')} ({', '.join(ways)})",
+            counted(self.num_faults, "fault"),
+            counted(self.num_ticks, "tick"),
             f"{ranks} ranks" if self.spreads != (Spread(),) * len(self.spreads) else "",
             roles.get((len(self.producers), len(self.consumers)), ""),
             f"{self.num_loads} loads of an offer" if self.num_loads > 1 else "",
@@ -128,26 +121,39 @@ class ExploredSimulation(Simulation):
     numbers_by_kind = True
 
 
+@dataclass(eq=False)
+class Exploration:
+    """What all states of one exploration have in common.
+
+    Attributes:
+        ended: Fingerprints of the states whose fair completions were tried.
+    """
+
+    bound: Bound
+    ended: set[bytes] = field(default_factory=set)
+
+
 @dataclass
 class State:
     """A simulated world, and how much of the bound is spent."""
 
     simulation: Simulation
+    exploration: Exploration
     spent: Counter[str] = field(default_factory=Counter)
     has_fault: bool = False
 
     # -- what can happen next ------------------------------------------------------------------------
 
-    def choices(self, bound: Bound) -> Iterator[Choice]:
+    def choices(self) -> Iterator[Choice]:
         """Everything that can happen next."""
-        world = self.simulation
+        world, bound = self.simulation, self.exploration.bound
         for kind, num in (
             ("carry_out", world.num_waiting),
             ("deliver", world.num_in_flight),
             ("copy", world.num_reads),
         ):
             yield from ((kind, (index,)) for index in range(num))
-        yield from self._requests(bound)
+        yield from self._requests()
         for which in self._living(bound.producers):
             if world.is_computing(which):
                 yield "compute", (which, 0)
@@ -155,9 +161,9 @@ class State:
             engine = self._engines[which]
             waiting = len(set(engine.claims) - set(engine.loads))
             yield from (("load", (which, index, 0)) for index in range(waiting))
-        yield from self._ticks(bound)
+        yield from self._ticks()
         if self.spent["faults"] < bound.num_faults:
-            yield from (each for each in self._faults(bound) if each[0] in bound.faults)
+            yield from (each for each in self._faults() if each[0] in bound.faults)
         for which, engine in enumerate(self._engines):
             if engine.is_doomed:
                 yield "kill", (which,)
@@ -170,8 +176,8 @@ class State:
         """Those of some nodes that are not down."""
         return [which for which in nodes if not self._engines[which].is_doomed]
 
-    def _requests(self, bound: Bound) -> Iterator[Choice]:
-        world = self.simulation
+    def _requests(self) -> Iterator[Choice]:
+        world, bound = self.simulation, self.exploration.bound
         may_begin = self.spent["requests"] < bound.num_requests
         for which in self._living(bound.producers):
             # The request of a rendezvous comes to the producer, too, and is the same one.
@@ -182,18 +188,19 @@ class State:
             for which, producer, size in product(self._living(bound.consumers), bound.producers, sizes):
                 if which != producer:
                     yield "meet", (which, producer, size)
-        yield from self.unclaimed(bound)
+        yield from self.unclaimed()
 
-    def unclaimed(self, bound: Bound) -> list[Choice]:
+    def unclaimed(self) -> list[Choice]:
         """Requests that may still arrive and name an offer, each at any consumer."""
-        return [each for each in self._claims(bound) if self._is_expected(each)]
+        return [each for each in self._claims() if self._is_expected(each)]
 
-    def _claims(self, bound: Bound) -> list[Choice]:
+    def _claims(self) -> list[Choice]:
         """Requests that name an offer, at any consumer but the node that made it."""
         made, addresses = self.simulation.made, list(self.simulation.engines)
+        consumers = self._living(self.exploration.bound.consumers)
         return [
             ("claim", (which, index, 0))
-            for index, which in product(range(len(made)), self._living(bound.consumers))
+            for index, which in product(range(len(made)), consumers)
             if made[-1 - index].engine_id != addresses[which]
         ]
 
@@ -210,8 +217,8 @@ class State:
         num = self.spent[self._claims_of(claim)]
         return num < self.simulation.num_offered_loads and not self.spent[self._claims_at(claim)]
 
-    def _ticks(self, bound: Bound) -> Iterator[Choice]:
-        world = self.simulation
+    def _ticks(self) -> Iterator[Choice]:
+        world, bound = self.simulation, self.exploration.bound
         dues = world.deadlines()
         if any(due <= world.now for due in dues):
             yield "tick", (0.0, 0)  # a node that was late catches up
@@ -222,8 +229,8 @@ class State:
             if self.spent["faults"] < bound.num_faults and "late" in bound.faults:
                 yield from (("tick", (seconds, 1 << index)) for index in range(len(world.ranks)))
 
-    def _faults(self, bound: Bound) -> Iterator[Choice]:
-        world = self.simulation
+    def _faults(self) -> Iterator[Choice]:
+        world, bound = self.simulation, self.exploration.bound
         for which in self._living(bound.producers):
             yield from (("abort", (which, index)) for index in range(len(self._engines[which].offers)))
             if world.is_computing(which):
@@ -240,7 +247,7 @@ class State:
                 yield from (("claim", (which, 0, change)) for change in changes)
         if len(bound.consumers) > 1:
             # A router that has lost an answer asks another node.
-            yield from (each for each in self._claims(bound) if not self._is_expected(each))
+            yield from (each for each in self._claims() if not self._is_expected(each))
         yield from (("sever", args) for args in self._breaks())
         for index, engine in enumerate(self._engines):
             if not engine.is_doomed:
@@ -261,12 +268,8 @@ class State:
             both = world.has_messages(rank, peer_id) | world.has_messages(remote, remote_peer_id) << 1
             yield from ((index, lost) for lost in range(4) if not lost & ~both)
 
-    def take(self, choice: Choice) -> None:
-        """Let it happen.
-
-        Raises:
-            PromiseBroken: a promise of the protocol does not hold.
-        """
+    def do(self, choice: Choice) -> tuple[()]:
+        """Let it happen."""
         name, args = choice
         world = self.simulation
         is_fault = name in ("abort", "preempt", "drop", "give_up", "sever", "crash", "change_weights")
@@ -286,25 +289,70 @@ class State:
         checked(world, partial(getattr(world, name), *args))
         if name == "offer" and world.made[-1].is_rendezvous:
             self.spent[f"claims of {world.num_made}"] += 1  # it was claimed before it was made
+        return ()
 
-    def tell(self, choice: Choice) -> str:
-        """Say in words what a choice is in this state."""
-        name, args = choice
-        return _TELLERS[name](self.simulation, *args)
+    def labels(self) -> Counter[str]:
+        """The ends of offers and loads since the state before."""
+        found = self.simulation.outcomes.copy()
+        self.simulation.outcomes.clear()
+        return found
+
+    def tell(self, choices: Sequence[Choice]) -> list[str]:
+        """Write in words what happens, and what a fair completion does then."""
+        told = self.simulation.told = []
+        try:
+            for choice in choices:
+                self.do(choice)
+            again, num_told = self.keep(), len(told)
+            self.exploration.ended.clear()
+            for complete in (State._complete_in_time, State._complete_at_once):
+                state = again()
+                told = [*told[:num_told], "from here on without further faults:"]
+                state.simulation.told = told
+                complete(state)
+        except PromiseBroken:
+            pass  # it was broken before, so it is broken again
+        return told
+
+    # From each state on, all that can happen without time passing happens first. Many states then are one,
+    # whose end is tried once. Both use the state up.
+
+    def check(self, again: Callable[[], State]) -> None:
+        """Try both fair completions of a state."""
+        self._complete_in_time()
+        if not self.has_fault:
+            again()._complete_at_once()
+
+    def _complete_at_once(self) -> None:
+        """Let every request arrive; then each handoff ends although no time passes."""
+        world = self.simulation
+        while claims := self.unclaimed():
+            self.do(claims[0])
+        checked(world, world.settle)
+        if self._is_new_end(b"at once"):
+            checked(world, world.finish_at_once)
+            checked(world, world.finish)
+
+    def _complete_in_time(self) -> None:
+        """Give no more orders, and let time pass until nothing is left."""
+        world = self.simulation
+        checked(world, world.finish_orders)
+        if self._is_new_end(b"in time"):
+            checked(world, world.wait_for_the_end)
+
+    def _is_new_end(self, kind: bytes) -> bool:
+        found, ended = kind + self.fingerprint(with_spent=False), self.exploration.ended
+        is_new = found not in ended
+        ended.add(found)
+        return is_new
 
     # -- copies ----------------------------------------------------------------------------------------
 
-    def pack(self) -> bytes:
-        """Keep a copy."""
+    def keep(self) -> Callable[[], State]:
+        """Return what makes a copy of this state."""
         packed = io.BytesIO()
         _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump(self)
-        return packed.getvalue()
-
-    @staticmethod
-    def unpack(packed: bytes) -> State:
-        """Make a state of a copy."""
-        state: State = pickle.loads(packed)
-        return state
+        return partial(pickle.loads, packed.getvalue())
 
     def fingerprint(self, with_spent: bool = True) -> bytes:
         """A digest of all that can make a difference to what happens from here on.
@@ -315,20 +363,28 @@ class State:
         world = self.simulation
         spent = sorted((key, num) for key, num in self.spent.items() if num) if with_spent else []
         walked = _Walk(world.now).of_world(world)
-        return hashlib.blake2b(marshal.dumps((spent, self.has_fault, walked), 2), digest_size=16).digest()
+        return digest(marshal.dumps((spent, self.has_fault, walked), 2))
 
 
-def new_state(
-    bound: Bound,
-    producer_class: type[ProducerProtocol] = ProducerProtocol,
-    consumer_class: type[ConsumerProtocol] = ConsumerProtocol,
-    checks_after_copy: bool = True,
-) -> State:
+def new_state(bound: Bound, planted: Planted = CORRECT) -> State:
     """Return the state in which nothing has happened yet."""
-    classes = (producer_class, consumer_class, checks_after_copy)
+    classes = (planted.producer, planted.consumer, planted.checks_after_copy)
     simulation = ExploredSimulation(*classes, bound.spreads, bound.addresses, CONFIG)
     simulation.num_offered_loads = bound.num_loads
-    return State(simulation)
+    return State(simulation, Exploration(bound))
+
+
+def explore_bound(bound: Bound, planted: Planted = CORRECT, *, shows_progress: bool = False) -> Explored:
+    """Go through every state within a bound.
+
+    Raises:
+        Counterexample: a promise does not hold.
+    """
+    begun = new_state(bound, planted)
+    again = begun.keep()
+    explored = explore(again, shows_progress=shows_progress)
+    explored.num_ends = len(begun.exploration.ended)
+    return explored
 
 
 # -- copies and fingerprints ---------------------------------------------------------------------------
@@ -355,7 +411,7 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind is NodePlanners:
             return NodePlanners, (value._local, value._rank)
-        if kind is KVLayout or kind is HandoffConfig:
+        if kind in (KVLayout, HandoffConfig, Exploration):
             if id(value) not in _index_of:
                 _index_of[id(value)] = len(_shared)
                 _shared.append(value)
@@ -367,38 +423,29 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-#: Attributes that make no difference to what happens: constants, caches, statistics, and the parts of the
-#: world itself that `_Walk.of_world` names one by one.
-_IGNORED = frozenset(
-    {
-        "_config",
-        "_planners",
-        "outcomes",
-        "_shared",
-        "_layout",
-        "_welcome",
-        "_classes",
-        "traceparent",
-        "spread",
-    }
-)
-#: Types whose values stand for themselves.
-_PLAIN = frozenset({str, bytes, bool, type(None)})
 #: Numbers of seconds that are no points in time.
 _DURATIONS = frozenset({"timeout_s"})
 
 
-class _Walk:
-    """One walk over a world, from object to object, in an order that depends only on the state.
+class _Walk(Walk):
+    """One walk over a simulated world.
 
     Args:
         now: Times count from here.
     """
 
+    ignored = frozenset(
+        {
+            *("_config", "_planners", "outcomes", "_shared", "_layout", "_welcome", "_classes"),
+            *("traceparent", "spread"),
+        }
+    )
+    plain = frozenset({str, bytes, bool, type(None)})
+
     def __init__(self, now: float) -> None:
+        super().__init__()
         self._now = now
         self._peers: dict[int, int] = {}
-        self._seen: dict[int, int] = {}
 
     def of_world(self, world: Simulation) -> Any:
         """Walk over everything that is there."""
@@ -406,377 +453,36 @@ class _Walk:
         return self.of([list(world.engines.values()), *names])
 
     def of(self, value: Any) -> Any:
-        """Turn a value into one of plain tuples, strings and numbers."""
         kind = type(value)
-        if kind in _PLAIN:
-            return value
         if kind is int:
             if FIRST_PEER_ID < value < 2**40:
                 return ("peer", self._peers.setdefault(value, len(self._peers)))
             return value
         if kind is float:
             return value - self._now if math.isfinite(value) else str(value)
-        if kind is tuple or kind is list or kind is deque:
-            return [self.of(each) for each in value]
-        if kind is dict or kind is defaultdict:
-            return [(self.of(key), self.of(each)) for key, each in value.items()]
-        if kind is set or kind is frozenset:
-            return sorted(map(self.of, value))
         if kind is np.ndarray:
             return value.tobytes()
         if kind is RegionPairs:
             return value.table.tobytes()
         if kind is Identity or kind is Welcome:
             return (value.engine_id, value.epoch, value.digest)
-        if kind is KVLayout or kind is range:
+        if kind is KVLayout or kind is range or isinstance(value, Simulation):
             return None  # of the node, as its address says
         if kind is partial:
             return (self.of(value.func), self.of(value.args))
-        if kind is MethodType:
-            owner = value.__self__
-            return (value.__name__, None if isinstance(owner, Simulation) else self.of(owner))
         if isinstance(value, KVTransferError):
             return kind.__name__  # nothing depends on its text
-        if isinstance(value, Enum):
-            return value.name
-        return self._of_object(value)
+        return super().of(value)
 
-    def _of_object(self, value: Any) -> Any:
-        if id(value) in self._seen:
-            return ("again", self._seen[id(value)])
-        self._seen[id(value)] = len(self._seen)
+    def of_object(self, value: Any) -> Any:
         if isinstance(value, SimulatedRank) and value.is_dead:
             # Only its memory still counts, for peers that are reading it.
             return ("dead", value.identity.epoch, value.pool.tobytes(), tuple(value.guards), value.number)
-        return (
-            type(value).__name__,
-            [
-                each if name in _DURATIONS else self.of(each)
-                for name, each in vars(value).items()
-                if name not in _IGNORED
-            ],
-        )
-
-
-# -- words ---------------------------------------------------------------------------------------------
-
-
-def _engine(world: Simulation, which: int) -> SimulatedEngine:
-    return list(world.engines.values())[which]
-
-
-def _node(world: Simulation, which: int) -> str:
-    return _engine(world, which).address.removeprefix("sim://")
-
-
-def _waiting(world: Simulation, which: int) -> list[str]:
-    engine = _engine(world, which)
-    return sorted(set(engine.claims) - set(engine.loads))
-
-
-def _rank_name(rank: SimulatedRank) -> str:
-    name = rank.engine.address.removeprefix("sim://")
-    return f"{name}/{rank.number}" if len(rank.engine.ranks) > 1 else name
-
-
-def _tell_order(world: Simulation, which: int) -> str:
-    rank = [rank for rank in world.ranks if rank.orders][which]
-    order: Any = rank.orders[0]
-    names = [str(arg) for arg in order.args if isinstance(arg, str) and arg]
-    return f"{_rank_name(rank)} carries out the order {order.func.__name__.strip('_')} {' '.join(names)}".rstrip()
-
-
-def _tell_delivery(world: Simulation, which: int) -> str:
-    waiting = [(rank, peer) for rank in world.ranks for peer, box in rank.inbox.items() if box]
-    rank, peer_id = waiting[which]
-    event = rank.inbox[peer_id][0]
-    if isinstance(event, bool):
-        return f"{_rank_name(rank)} learns that {'a consumer' if event else 'its producer'} is connected"
-    if isinstance(event, bytes):
-        try:
-            message = decode(event, rank.protocol.version_with(peer_id), rank.protocol.producer.spoken)
-        except KVTransferError as error:
-            return f"{_rank_name(rank)} gets a message that it refuses: {error}"
-        shown = {
-            name: getattr(message, name)
-            for name in ("request_id", "num_ready", "delivered", "reason")
-            if hasattr(message, name)
-        }
-        words = ", ".join(f"{name}={each!r}" for name, each in shown.items())
-        return f"{_rank_name(rank)} receives {type(message).__name__}({words})"
-    return f"{_rank_name(rank)} learns that a connection is lost: {event}"
-
-
-def _tell_copy(world: Simulation, which: int) -> str:
-    rank, key = [(rank, key) for rank in world.ranks for key in rank.reads][which]
-    read = rank.reads[key]
-    if read.error is not None:
-        return f"{_rank_name(rank)}'s read for {key[0]} fails: {read.error}"
-    if read.num_copied < len(read.order.pairs):
-        return (
-            f"{_rank_name(rank)} copies region {read.num_copied + 1} of {len(read.order.pairs)} for {key[0]}"
-        )
-    return f"{_rank_name(rank)} checks the guard of its read for {key[0]}"
-
-
-def _tell_offer(world: Simulation, which: int, kind: int) -> str:
-    num_blocks = 1 + kind % 3
-    what = "announces and withdraws an offer" if kind >= WITHDRAWN else "offers a prompt"
-    how = "that is still being computed" if EARLY <= kind < WITHDRAWN else ""
-    return f"{_node(world, which)}'s engine {what} of {num_blocks} block(s) {how}".rstrip()
-
-
-def _tell_claim(world: Simulation, which: int, offer: int, change: int) -> str:
-    tampered = {
-        0: "",
-        OTHER_EPOCH: ", with the epoch of another start",
-        OTHER_REQUEST: ", under the name of another request",
-        OTHER_PROMPT: ", with another prompt",
-    }[change]
-    return f"{_node(world, which)}'s engine gets a request that names {world.made[-1 - offer].request_id}{tampered}"
-
-
-def _tell_tick(world: Simulation, seconds: float, late: int = 0) -> str:
-    names = [_rank_name(rank) for index, rank in enumerate(world.ranks) if late >> index & 1]
-    return f"{seconds:g} s pass" + (f", and {', '.join(names)} does not run meanwhile" if names else "")
-
-
-def _tell_break(world: Simulation, which: int, lost: int) -> str:
-    rank, peer_id = world.links()[which]
-    ends = (rank, rank.links[peer_id][0])
-    names = [_rank_name(end) for bit, end in enumerate(ends) if lost >> bit & 1]
-    losses = f", with what is in flight to {' and '.join(names)}" if names else ""
-    return f"the connection of {_rank_name(ends[0])} and {_rank_name(ends[1])} breaks{losses}"
-
-
-_TELLERS: Mapping[str, Callable[..., str]] = {
-    "carry_out": _tell_order,
-    "deliver": _tell_delivery,
-    "copy": _tell_copy,
-    "offer": _tell_offer,
-    "claim": _tell_claim,
-    "tick": _tell_tick,
-    "meet": lambda world, which, producer, num: (
-        f"{_node(world, which)}'s engine gets a request for a rendezvous at {_node(world, producer)}, of {1 + num % 3} block(s)"
-    ),
-    "compute": lambda world, which, _: f"{_node(world, which)}'s engine computes one more block",
-    "load": lambda world, which, request, _: (
-        f"{_node(world, which)}'s engine gives blocks to {_waiting(world, which)[request]}"
-    ),
-    "abort": lambda world, which, offer: (
-        f"{_node(world, which)}'s engine aborts {sorted(_engine(world, which).offers)[offer]}"
-    ),
-    "preempt": lambda world, which, _: f"{_node(world, which)}'s engine preempts a request that it offers",
-    "give_up": lambda world, which, offer: (
-        f"the router tells {_node(world, which)} that no consumer comes for {world.made[-1 - offer].request_id}"
-    ),
-    "drop": lambda world, which, request: (
-        f"{_node(world, which)}'s engine aborts {sorted(_engine(world, which).claims)[request]}"
-    ),
-    "change_weights": lambda world, which, _: f"{_node(world, which)}'s weights change",
-    "sever": _tell_break,
-    "crash": lambda world, which, is_mute: (
-        f"{_node(world, which)} crashes{', and what it sent last is lost' if is_mute else ''}"
-    ),
-    "kill": lambda world, which: f"{_node(world, which)} starts again",
-}
-
-
-def _tell_all(state: State) -> list[str]:
-    """Write in words what happens to a state from now on."""
-    told: list[str] = []
-    for name in _TELLERS:
-        operation = partial(_tell_and_do, state.simulation, name, getattr(state.simulation, name), told)
-        setattr(state.simulation, name, operation)
-    return told
-
-
-def _tell_and_do(
-    world: Simulation, name: str, operation: Callable[..., Any], told: list[str], *args: Any
-) -> Any:
-    try:
-        told.append(_TELLERS[name](world, *args))
-    except IndexError:
-        pass  # there is nothing that it could happen to
-    return operation(*args)
-
-
-# -- exploration ---------------------------------------------------------------------------------------
-
-
-#: How much of the completion a counterexample shows; one that never ends repeats itself.
-_MOST_TOLD = 40
-
-
-class Counterexample(AssertionError):
-    """A shortest way to a state in which a promise does not hold, or from which a fair completion does not
-    end well.
-
-    Attributes:
-        promise: The promise.
-        steps: What happened, in words.
-        completion: What happened after that, without further faults, until the promise was broken.
-    """
-
-    def __init__(self, promise: str, steps: list[str], completion: list[str], states: str) -> None:
-        lines = [f"{number:3}. {step}" for number, step in enumerate([*steps, *completion[:_MOST_TOLD]], 1)]
-        if completion:
-            lines.insert(len(steps), "from here on without further faults:")
-        if len(completion) > _MOST_TOLD:
-            lines.append(f"and so on, {len(completion) - _MOST_TOLD} more")
-        super().__init__("\n".join([promise, *lines, f"states: {states}"]))
-        self.promise = promise
-        self.steps = steps
-        self.completion = completion
-
-
-@dataclass
-class Explored:
-    """What an exploration saw.
-
-    Attributes:
-        num_states: Different states.
-        num_steps: Events that were tried, from all states.
-        num_ends: Different states in which a fair completion began to wait for deadlines.
-        depth: Events in the longest of the shortest ways to a state.
-        outcomes: Ends of offers and loads, of all that were tried.
-        is_whole: Whether every state within the bound was seen.
-    """
-
-    num_states: int = 0
-    num_steps: int = 0
-    num_ends: int = 0
-    depth: int = 0
-    seconds: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    is_whole: bool = True
-
-
-class Explorer:
-    """Goes through every state within a bound.
-
-    Args:
-        producer_class, consumer_class, checks_after_copy: As for `Simulation`.
-        max_states: Stop after so many states; then the result is not whole.
-        progress: Where to write a line every few seconds.
-    """
-
-    def __init__(
-        self,
-        bound: Bound,
-        producer_class: type[ProducerProtocol] = ProducerProtocol,
-        consumer_class: type[ConsumerProtocol] = ConsumerProtocol,
-        checks_after_copy: bool = True,
-        *,
-        max_states: float = math.inf,
-        progress: TextIO | None = None,
-    ) -> None:
-        self._bound = bound
-        self._max_states = max_states
-        self._progress = progress
-        self._seen: dict[bytes, int] = {}
-        self._ways: list[
-            tuple[int, Choice | None]
-        ] = []  # by state: the one before it, and what happened there
-        self._ended: set[bytes] = set()
-        self._explored = Explored()
-        self._make = partial(new_state, bound, producer_class, consumer_class, checks_after_copy)
-
-    def run(self) -> Explored:
-        """Explore.
-
-        Raises:
-            Counterexample: a promise does not hold.
-        """
-        started = last = time.monotonic()
-        explored = self._explored
-        first = self._make()
-        waiting = deque([(0, 0, first.pack())])
-        self._note(first.fingerprint(), 0, None)
-        while waiting and len(self._ways) < self._max_states:
-            number, depth, packed = waiting.popleft()
-            explored.depth = depth
-            choices = list(State.unpack(packed).choices(self._bound))
-            for choice in choices:
-                state = State.unpack(packed)
-                explored.num_steps += 1
-                try:
-                    state.take(choice)
-                    found = state.fingerprint()
-                    if found in self._seen:
-                        continue
-                    explored.outcomes.update(state.simulation.outcomes)
-                    state.simulation.outcomes.clear()
-                    new = self._note(found, number, choice)
-                    copy = state.pack()
-                    self._complete_in_time(state)
-                    if not state.has_fault:
-                        self._complete_at_once(State.unpack(copy))
-                except PromiseBroken as broken:
-                    raise self._counterexample(number, choice, broken) from broken
-                waiting.append((new, depth + 1, copy))
-            if self._progress is not None and time.monotonic() - last > 5.0:
-                last = time.monotonic()
-                self._progress.write(
-                    f"{last - started:6.0f} s: {len(self._ways)} states, {len(waiting)} still to be looked at, depth {depth}\n"
-                )
-                self._progress.flush()
-        explored.is_whole = not waiting
-        explored.num_states, explored.num_ends = len(self._ways), len(self._ended)
-        explored.seconds = time.monotonic() - started
-        return explored
-
-    def _note(self, found: bytes, before: int, choice: Choice | None) -> int:
-        self._seen[found] = number = len(self._ways)
-        self._ways.append((before, choice))
-        return number
-
-    # From each state on, all that can happen without time passing happens first. Many states then are one,
-    # whose end is tried once. Both use the state up.
-
-    def _complete_at_once(self, state: State) -> None:
-        """Let every request arrive; then each handoff ends although no time passes."""
-        world = state.simulation
-        while claims := state.unclaimed(self._bound):
-            state.take(claims[0])
-        checked(world, world.settle)
-        if self._is_new_end(state, b"at once"):
-            checked(world, world.finish_at_once)
-            checked(world, world.finish)
-
-    def _complete_in_time(self, state: State) -> None:
-        """Give no more orders, and let time pass until nothing is left."""
-        world = state.simulation
-        checked(world, world.finish_orders)
-        if self._is_new_end(state, b"in time"):
-            checked(world, world.wait_for_the_end)
-
-    def _is_new_end(self, state: State, kind: bytes) -> bool:
-        found = kind + state.fingerprint(with_spent=False)
-        is_new = found not in self._ended
-        self._ended.add(found)
-        return is_new
-
-    def _counterexample(self, number: int, choice: Choice, broken: PromiseBroken) -> Counterexample:
-        choices = [choice]
-        while (way := self._ways[number])[1] is not None:
-            choices.append(way[1])
-            number = way[0]
-        state, steps = self._make(), []
-        told: list[str] = []
-        try:
-            for each in reversed(choices):
-                steps.append(state.tell(each))
-                state.take(each)
-            packed = state.pack()
-            self._ended.clear()
-            for complete in (self._complete_in_time, self._complete_at_once):
-                state = State.unpack(packed)
-                told = _tell_all(state)
-                complete(state)
-        except PromiseBroken:
-            pass  # it was broken before, so it is broken again
-        return Counterexample(broken.promise, steps, told, broken.args[0].partition("; ")[2])
+        return [
+            each if name in _DURATIONS else self.of(each)
+            for name, each in vars(value).items()
+            if name not in self.ignored
+        ]
 
 
 def three_nodes(num_requests: int, num_faults: int, num_ticks: int, **more: Any) -> Bound:
@@ -812,27 +518,6 @@ LARGE = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Go through every state of two nodes within some bounds.")
-    parser.add_argument(
-        "--size", choices=("small", "large"), default="small", help="which bounds; default: small"
-    )
-    parser.add_argument("--max-states", type=int, default=10**9, help="stop each bound after so many states")
-    args = parser.parse_args()
-    rows = []
-    for bound in SMALL if args.size == "small" else LARGE:
-        print(f"{bound}:", flush=True)
-        explored = Explorer(bound, max_states=args.max_states, progress=sys.stdout).run()
-        states = f"{explored.num_states:,}" if explored.is_whole else f"{explored.num_states:,} (stopped)"
-        rows.append(
-            f"| {bound} | {states} | {explored.num_steps:,} | {explored.num_ends:,} | {explored.depth} "
-            f"| {explored.seconds:.0f} s |"
-        )
-    print(
-        "\n| bound | states | events tried | different ends | longest way | time |\n|---|---|---|---|---|---|"
-    )
-    print("\n".join(rows))
-
-
 if __name__ == "__main__":
-    main()
+    explore_aloud = partial(explore_bound, shows_progress=True)
+    print_table(SMALL, LARGE, explore_aloud, "two or three nodes")

@@ -190,6 +190,7 @@ class Planted:
     checks_after_copy: bool = True
 
 
+CORRECT = Planted("")
 #: Those that show between nodes of one rank, if time passes.
 PLANTED = {
     "guard-cleared-after-free": Planted(FREED_TOO_EARLY, FreesBeforeItClears),

@@ -32,20 +32,6 @@ Bytes = npt.NDArray[np.uint8]
 OfferName = tuple[str, int, int]
 
 
-class PromiseBroken(AssertionError):
-    """The protocol did what it must never do.
-
-    Attributes:
-        promise: What it must do instead.
-        states: The state of every offer and load when it happened.
-    """
-
-    def __init__(self, promise: str, states: str) -> None:
-        super().__init__(f"{promise}; {states}")
-        self.promise = promise
-        self.states = states
-
-
 @dataclass(frozen=True)
 class Spread:
     """How an engine's model is spread over ranks: layers over pipeline stages, heads over the ranks of a
@@ -142,6 +128,10 @@ class SimulatedRank:
     orders: deque[Order] = field(default_factory=deque)
     is_dead: bool = False
 
+    @property
+    def name(self) -> str:
+        return f"{self.engine.name}/{self.number}" if len(self.engine.ranks) > 1 else self.engine.name
+
     def places(self) -> Iterable[tuple[int, int, int, int]]:
         """Every byte of block 0 that this rank keeps: (layer, slot, head, pool offset)."""
         spread = self.engine.spread
@@ -196,6 +186,10 @@ class SimulatedEngine:
     preempted: set[str] = field(default_factory=set)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, SimulatedLoad] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.address.removeprefix("sim://")
 
     @property
     def is_doomed(self) -> bool:

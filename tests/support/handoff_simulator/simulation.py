@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.planning import compatibility
 from kvferry.transports.errors import KVTransferStateError
 
+from ..explore import PromiseBroken
 from .simulated import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -45,7 +47,6 @@ from .simulated import (
     NUM_LAYERS,
     Bytes,
     OfferName,
-    PromiseBroken,
     SimulatedEngine,
     SimulatedLoad,
     SimulatedOffer,
@@ -134,6 +135,12 @@ class Simulation(SimulatedWorld):
         block_ids = engine.allocate(1 + num_blocks % 3)
         if not block_ids:
             return
+        self.say(
+            lambda: (
+                f"{engine.name}'s engine {'announces and withdraws' if num_blocks >= 60 else 'offers'} "
+                f"a prompt of {len(block_ids)} block(s){' that is still being computed' * (40 <= num_blocks < 60)}"
+            )
+        )
         # Names repeat from one start of a node to the next: only the epoch tells them apart.
         number = 1 + sum(made.epoch == engine.epoch for made in self.made)
         request_id = f"prefill-{number}"
@@ -177,6 +184,7 @@ class Simulation(SimulatedWorld):
         # Every other number: a claim of the next one, as `claim` may make, is of no rendezvous.
         named = self._named(engine, f"meeting-{number}", 2**40 + 2 * number, 1 + num_blocks % 3)
         self._meetings.append(replace(named, is_rendezvous=True))
+        self.say(lambda: f"the router names {named.request_id} at {engine.name} for a rendezvous")
         self._claim(which, self._meetings[-1])
 
     def hand_over(self, producer: int, consumer: int, num_blocks: int) -> None:
@@ -237,6 +245,7 @@ class Simulation(SimulatedWorld):
         engine = self._pick_engine(which)
         if named := self._pick_open(engine, offer):
             request_id, held = named
+            self.say(lambda: f"{engine.name}'s engine computes one more block of {request_id}")
             held.num_ready += 1
             held.is_finished = held.num_ready == len(held.block_ids)
             for rank in engine.living_ranks:
@@ -277,6 +286,7 @@ class Simulation(SimulatedWorld):
         engine = self._pick_engine(which)
         if named := self._pick_open(engine, offer):
             request_id, held = named
+            self.say(lambda: f"{engine.name}'s engine preempts {request_id}")
             del engine.offers[request_id]
             engine.preempted.add(request_id)
             for rank in engine.living_ranks:
@@ -295,7 +305,9 @@ class Simulation(SimulatedWorld):
         """Have a rank carry out its scheduler's oldest order."""
         if waiting := [rank for rank in self.ranks if rank.orders]:
             rank = waiting[which % len(waiting)]
-            self.do(rank, rank.orders.popleft()())
+            order = rank.orders.popleft()
+            self.say(lambda: f"{rank.name} carries out the order {_words_of(order)}")
+            self.do(rank, order())
 
     def abort(self, which: int, offer: int) -> None:
         """Have a producer's engine take an offer back, or end its request before the prompt is computed."""
@@ -303,6 +315,7 @@ class Simulation(SimulatedWorld):
         if engine.offers:
             request_id = sorted(engine.offers)[offer % len(engine.offers)]
             held = engine.offers[request_id]
+            self.say(lambda: f"{engine.name}'s engine aborts {request_id}")
             held.is_finished = True
             for rank in engine.living_ranks:
                 rank.orders.append(partial(self._abort, rank, request_id, held))
@@ -316,6 +329,7 @@ class Simulation(SimulatedWorld):
         if self.made:
             named = self.made[-1 - offer % min(len(self.made), 6)]
             engine = self.engines[named.engine_id]
+            self.say(lambda: f"the router tells {engine.name} that no consumer comes for {named.request_id}")
             for rank in engine.living_ranks:
                 give_up = rank.protocol.producer.give_up
                 rank.orders.append(partial(give_up, named.request_id, named.lease))
@@ -343,6 +357,13 @@ class Simulation(SimulatedWorld):
     def _claim(self, which: int, named: RemoteOffer) -> None:
         engine = self._pick_engine(which)
         request_id = f"decode-{self.next_number('claim')}"
+        is_right = named in (*self.made, *self._meetings)
+        self.say(
+            lambda: (
+                f"{engine.name}'s engine gets {request_id}, which names {named.request_id}"
+                f"{'' if is_right else f' wrongly: {named}'}"
+            )
+        )
         engine.claims[request_id] = named
         for rank in engine.living_ranks:
             rank.orders.append(partial(self._claim_at, rank, request_id, named))
@@ -363,6 +384,7 @@ class Simulation(SimulatedWorld):
         block_ids = engine.allocate(num_blocks - first)
         if not block_ids:
             return
+        self.say(lambda: f"{engine.name}'s engine gives blocks to {request_id}")
         name = (offer.engine_id, offer.epoch, offer.lease)
         engine.loads[request_id] = SimulatedLoad(name, offer.content, first, block_ids)
         blocks = (GroupBlocks(first, block_ids),)
@@ -377,6 +399,7 @@ class Simulation(SimulatedWorld):
         engine = self._pick_engine(which)
         if engine.claims:
             request_id = sorted(engine.claims)[request % len(engine.claims)]
+            self.say(lambda: f"{engine.name}'s engine aborts {request_id}")
             if request_id not in engine.loads:
                 del engine.claims[request_id]
             for rank in engine.living_ranks:
@@ -390,7 +413,9 @@ class Simulation(SimulatedWorld):
 
         Each rank does so in its own time, after the orders that it already has.
         """
-        for rank in self._pick_engine(which).living_ranks:
+        engine = self._pick_engine(which)
+        self.say(lambda: f"{engine.name}'s weights change")
+        for rank in engine.living_ranks:
             # One of two, so that two engines are alike again after a while.
             rank.orders.append(partial(self._begin_anew, rank, weights % 2))
 
@@ -404,6 +429,7 @@ class Simulation(SimulatedWorld):
         old = self._pick_engine(which)
         for rank in old.living_ranks:
             self.die(rank)
+        self.say(lambda: f"{old.name} starts again")
         self.engines[old.address] = self._new_engine(old.address, old.spread)
 
     def crash(self, which: int, is_mute: bool = False) -> None:
@@ -587,91 +613,100 @@ def _table_so_far(offer: SimulatedOffer) -> tuple[int, ...]:
     return offer.block_ids[: offer.num_ready + 1]
 
 
-def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
-    """Drive a simulation through one random schedule, and check that it ends well.
+def _words_of(order: Any) -> str:
+    """Say what an order tells a rank to do."""
+    names = [arg for arg in order.args if isinstance(arg, str) and arg]
+    return " ".join([order.func.__name__.strip("_"), *names])
 
-    Raises:
-        PromiseBroken: a promise of the protocol does not hold in this schedule.
-    """
-    generator = random.Random(seed)
-    simulation.num_offered_loads = 1 + (seed % 3 == 0)
 
-    def number() -> int:
-        return generator.randrange(64)
+# -- schedules from seeds ------------------------------------------------------------------------------
 
-    def seconds() -> float:
-        return generator.choices((0.01, 0.2, 2.0, 6.0, 40.0), (8, 4, 2, 1, 1))[0]
+#: An operation of `Simulation` and its arguments.
+Choice = tuple[str, tuple[Any, ...]]
+#: Operations, one after the other.
+Schedule = tuple[Choice, ...]
 
-    def late() -> int:
-        return generator.randrange(1 << len(simulation.ranks)) if generator.random() < 0.3 else 0
 
+def draw(simulation: Simulation, seed: int, num_steps: int = 60) -> Schedule:
+    """Draw a schedule in which anything may happen."""
+    chance = random.Random(seed)
     busy = max(1.0, len(simulation.ranks) / 3)  # more ranks, more messages
-    operations: dict[Callable[[], object], float] = {
-        lambda: simulation.offer(number(), number()): 6,
-        lambda: simulation.carry_out(number()): 24 * busy,
-        lambda: simulation.compute(number(), number()): 6,
-        lambda: simulation.preempt(number(), number()): 0.5,
-        lambda: simulation.abort(number(), number()): 1,
-        lambda: simulation.give_up(number(), number()): 0.3,
-        lambda: simulation.claim(number(), number(), number()): 8,
-        lambda: simulation.meet(number(), number(), number()): 3,
-        lambda: simulation.load(number(), number(), number()): 8,
-        lambda: simulation.drop(number(), number()): 1,
-        lambda: simulation.deliver(number()): 40 * busy,
-        lambda: simulation.copy(number()): 20 * busy,
-        lambda: simulation.tick(seconds(), late()): 3,
-        lambda: simulation.change_weights(number(), number()): 0.4,
-        lambda: simulation.kill(number()): 0.4,
-        lambda: simulation.kill_rank(number()): 0.2,
-        lambda: simulation.sever(number()): 0.4,
-    }
-    _run(simulation, generator, operations, num_steps)
-    checked(simulation, simulation.finish)
+    weights = {
+        "offer": 6, "carry_out": 24 * busy, "compute": 6, "preempt": 0.5, "abort": 1, "give_up": 0.3,
+        "claim": 8, "meet": 3, "load": 8, "drop": 1, "deliver": 40 * busy, "copy": 20 * busy,
+        "tick": 3, "change_weights": 0.4, "kill": 0.4, "kill_rank": 0.2, "sever": 0.4,
+    }  # fmt: skip
+    num_arguments = {"claim": 3, "meet": 3, "load": 3} | dict.fromkeys(
+        ("carry_out", "deliver", "copy", "kill", "kill_rank", "sever"), 1
+    )
+
+    def drawn(name: str) -> Choice:
+        if name == "tick":
+            seconds = chance.choices((0.01, 0.2, 2.0, 6.0, 40.0), (8, 4, 2, 1, 1))[0]
+            late = chance.randrange(1 << len(simulation.ranks)) if chance.random() < 0.3 else 0
+            return name, (seconds, late)
+        return name, tuple(chance.randrange(64) for _ in range(num_arguments.get(name, 2)))
+
+    names = chance.choices(list(weights), list(weights.values()), k=num_steps)
+    return tuple(map(drawn, names))
 
 
-def explore_without_faults(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
-    """Drive a simulation through one random schedule in which nothing breaks, and check that no handoff waits
-    for a deadline.
+def draw_without_faults(simulation: Simulation, seed: int, num_steps: int = 60) -> Schedule:
+    """Draw a schedule in which nothing breaks and no time passes.
 
     Every process lives and every message arrives, but each rank comes to its orders and messages in its own
     time. Requests are preempted and aborted.
+    """
+    chance = random.Random(seed)
+
+    def number() -> int:
+        return chance.randrange(64)
+
+    # Requests of two nodes that load from each other could hold the blocks for which the other one's wait.
+    producer, consumer = chance.choice(((0, 2), (2, 0)))
+    busy = max(1.0, len(simulation.ranks) / 3)
+    drawn: dict[Callable[[], Choice], float] = {
+        lambda: ("meet", (consumer, producer, number())): 6,
+        lambda: ("hand_over", (producer, chance.choice((1, consumer)), number())): 6,
+        lambda: ("carry_out", (number(),)): 24 * busy,
+        lambda: ("compute", (producer, number())): 10,
+        lambda: ("preempt", (producer, number())): 0.5,
+        lambda: ("abort", (producer, number())): 0.5,
+        lambda: ("load", (number(), number(), number())): 10,
+        lambda: ("drop", (number(), number())): 0.5,
+        lambda: ("deliver", (number(),)): 40 * busy,
+        lambda: ("copy", (number(),)): 20 * busy,
+    }
+    return tuple(each() for each in chance.choices(list(drawn), list(drawn.values()), k=num_steps))
+
+
+def run(simulation: Simulation, schedule: Schedule, *, is_without_faults: bool = False) -> None:
+    """Drive a simulation through a schedule, and check that it ends well.
+
+    Args:
+        is_without_faults: Whether every handoff must end although no time passes.
 
     Raises:
         PromiseBroken: a promise of the protocol does not hold in this schedule.
     """
-    generator = random.Random(seed)
-
-    def number() -> int:
-        return generator.randrange(64)
-
-    # Requests of two nodes that load from each other could hold the blocks for which the other one's wait.
-    producer, consumer = generator.choice(((0, 2), (2, 0)))
-    busy = max(1.0, len(simulation.ranks) / 3)
-    operations: dict[Callable[[], object], float] = {
-        lambda: simulation.meet(consumer, producer, number()): 6,
-        lambda: simulation.hand_over(producer, generator.choice((1, consumer)), number()): 6,
-        lambda: simulation.carry_out(number()): 24 * busy,
-        lambda: simulation.compute(producer, number()): 10,
-        lambda: simulation.preempt(producer, number()): 0.5,
-        lambda: simulation.abort(producer, number()): 0.5,
-        lambda: simulation.load(number(), number(), number()): 10,
-        lambda: simulation.drop(number(), number()): 0.5,
-        lambda: simulation.deliver(number()): 40 * busy,
-        lambda: simulation.copy(number()): 20 * busy,
-    }
-    _run(simulation, generator, operations, num_steps)
-    checked(simulation, simulation.finish_at_once)
+    for name, args in schedule:
+        checked(simulation, partial(getattr(simulation, name), *args))
+    if is_without_faults:
+        checked(simulation, simulation.finish_at_once)
     checked(simulation, simulation.finish)
 
 
-def _run(
-    simulation: Simulation,
-    generator: random.Random,
-    operations: Mapping[Callable[[], object], float],
-    num_steps: int,
-) -> None:
-    for operation in generator.choices(list(operations), list(operations.values()), k=num_steps):
-        checked(simulation, operation)
+def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
+    """Drive a simulation through a schedule from a seed."""
+    simulation.num_offered_loads = 1 + (seed % 3 == 0)
+    run(simulation, draw(simulation, seed, num_steps))
+
+
+def explore_without_faults(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
+    """Drive a simulation through a schedule from a seed in which nothing breaks, and check that no handoff
+    waits for a deadline.
+    """
+    run(simulation, draw_without_faults(simulation, seed, num_steps), is_without_faults=True)
 
 
 def checked(simulation: Simulation, operation: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvferry.connector.handoff.events import (
     StartRead,
 )
 from kvferry.connector.handoff.loads import LoadState
-from kvferry.connector.handoff.messages import encode
+from kvferry.connector.handoff.messages import decode, encode
 from kvferry.connector.handoff.offers import OfferState
 from kvferry.connector.planning.extents import BlockExtents
 from kvferry.connector.planning.layout import KVLayout
@@ -35,11 +36,24 @@ from kvferry.transports.errors import (
     TransportClosedError,
 )
 
-from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, SimulatedRead
+from ..explore import PromiseBroken
+from .simulated import PeerEvent, SimulatedEngine, SimulatedRank, SimulatedRead
 
 #: Peer ids are above this and below 2**40, and no other number is: a program that compares two worlds can
 #: tell them apart.
 FIRST_PEER_ID = 10**9
+
+
+def _words_of(rank: SimulatedRank, peer_id: int, event: PeerEvent) -> str:
+    """Say what a rank learns of a peer."""
+    if isinstance(event, bool):
+        return f"learns that {'a consumer' if event else 'its producer'} is connected"
+    if isinstance(event, bytes):
+        try:
+            return f"receives {decode(event, rank.protocol.version_with(peer_id), rank.protocol.producer.spoken)}"
+        except KVTransferError as error:
+            return f"gets a message that it refuses: {error}"
+    return f"learns that a connection is lost: {event}"
 
 
 @cache
@@ -56,12 +70,14 @@ class SimulatedWorld(ABC):
     Attributes:
         numbers_by_kind: Whether each kind of thing has numbers of its own, so that names do not tell what
             else there was.
+        told: What happens, in words; None: that is not written down.
     """
 
     numbers_by_kind = False
 
     def __init__(self, checks_after_copy: bool) -> None:
         self.now = 0.0
+        self.told: list[str] | None = None
         self.engines: dict[str, SimulatedEngine] = {}
         self._checks_after_copy = checks_after_copy
         self._counters: Counter[str] = Counter()
@@ -78,6 +94,11 @@ class SimulatedWorld(ABC):
     def ranks(self) -> list[SimulatedRank]:
         """All ranks that are alive."""
         return [rank for engine in self.engines.values() for rank in engine.living_ranks]
+
+    def say(self, words: Callable[[], str]) -> None:
+        """Write down what happens."""
+        if self.told is not None:
+            self.told.append(words())
 
     # -- what there is to choose from ------------------------------------------------------------------
 
@@ -150,6 +171,7 @@ class SimulatedWorld(ABC):
             return False
         rank, peer_id = waiting[which % len(waiting)]
         event = rank.inbox[peer_id].popleft()
+        self.say(lambda: f"{rank.name} {_words_of(rank, peer_id, event)}")
         if isinstance(event, bool):
             self.do(rank, rank.protocol.peer_connected(peer_id, event, self.now))
         elif isinstance(event, bytes):
@@ -175,6 +197,7 @@ class SimulatedWorld(ABC):
         holds = read.source.guards[guard.index] == guard.value
         if read.num_copied == 0:
             read.held_before = holds
+        self.say(lambda: f"{rank.name} goes on with its read for {key[0]}, after {read.num_copied} regions")
         if read.error is not None:
             self._end_read(rank, key, read.error)
         elif read.num_copied < len(read.order.pairs):
@@ -197,6 +220,8 @@ class SimulatedWorld(ABC):
                 later tick.
         """
         self.now += seconds
+        late_ones = [rank.name for index, rank in enumerate(self.ranks) if late >> index & 1]
+        self.say(lambda: f"{seconds:g} s pass; late is: {', '.join(late_ones) or 'no rank'}")
         for index, rank in enumerate(self.ranks):
             for read in rank.reads.values():
                 if read.deadline <= self.now and read.error is None:
@@ -217,6 +242,9 @@ class SimulatedWorld(ABC):
             rank, peer_id = links[which % len(links)]
             remote, remote_peer_id = rank.links.pop(peer_id)
             del remote.links[remote_peer_id]
+            at = [end.name for bit, end in enumerate((rank, remote)) if lost >> bit & 1]
+            losses = f", with what is in flight to {' and '.join(at)}" if at else ""
+            self.say(lambda: f"the connection of {rank.name} and {remote.name} breaks{losses}")
             for bit, (end, number) in enumerate(((rank, peer_id), (remote, remote_peer_id))):
                 self._lose(end, number, "the connection broke", is_mute=bool(lost >> bit & 1))
 
@@ -226,6 +254,7 @@ class SimulatedWorld(ABC):
         Args:
             is_mute: Whether the messages that it sent, and that are still in flight, are lost.
         """
+        self.say(lambda: f"{rank.name} dies{', and what it sent last is lost' if is_mute else ''}")
         rank.is_dead = True
         for remote, remote_peer_id in list(rank.links.values()):
             self._lose(remote, remote_peer_id, "the peer died", is_mute=is_mute)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .network import BrokenPromise
+from ..explore import PromiseBroken
 from .schedules import Arrival, Fault, Kind, Run, Schedule, draw, explain, failure_of
 
 PROGRESS_S = 5.0
@@ -95,7 +95,7 @@ def large(options: argparse.Namespace) -> int:
 
     try:
         run = Run(schedule, on_progress=progress).run()
-    except BrokenPromise as broken:
+    except PromiseBroken as broken:
         print(broken)
         return 1
     seconds = time.monotonic() - began

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import LoadEnded
-from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.p2p.outcomes import Outcomes
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.router.answer import exchange as does
@@ -16,8 +15,10 @@ from kvferry.router.answer.exchange import Exchange
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.kv_cache.block_hash import HashableRequest
 
+from ..exchange_bugs import EndsTwice, LosesTheLastToken
 from ..handoff_simulator.planted import (
     AcceptsStaleBytes,
+    CountsWhatIsNotComputed,
     ForgetsLoadsOfLostPeers,
     ForgetsWhatItAnnounced,
     NeverClears,
@@ -34,16 +35,6 @@ class FreesBeforeRelease(KVCacheManager):
 
     def pin(self, request_id: str) -> None:
         self._pinned[request_id] = ()  # type: ignore[assignment]
-
-
-class CountsWhatIsNotComputed(ProducerProtocol):
-    """An early offer names a block of which the prompt is not computed yet."""
-
-    def open(
-        self, request_id: str, lease: int, block_ids: Any, num_tokens: int, num_ready: int, *what: Any
-    ) -> Any:
-        num_ready = min(num_tokens, num_ready + BLOCK_SIZE)
-        return super().open(request_id, lease, block_ids, num_tokens, num_ready, *what)
 
 
 class DropsInSilence(ConsumerProtocol):
@@ -109,26 +100,6 @@ class MovesTwice(Exchange):
     def _stopped(self, stop: Any) -> Any:
         actions = super()._stopped(stop)
         return actions + [action for action in actions if isinstance(action, does.ChooseDecode)]
-
-
-class LosesTheLastToken(Exchange):
-    """What came with the stop of a moving answer is not sent."""
-
-    _has_stopped = False
-
-    def _stopped(self, stop: Any) -> Any:
-        self._has_stopped = True
-        return super()._stopped(stop)
-
-    def events_arrived(self, events: Any) -> Any:
-        self._has_stopped = False
-        actions = super().events_arrived(events)
-        return [each for each in actions if not (self._has_stopped and isinstance(each, does.Send))]
-
-
-class EndsTwice(Exchange):
-    def decode_ended(self) -> Any:
-        return [*super().decode_ended(), does.End()]
 
 
 #: Name of a bug → the fleet that has it.

@@ -34,17 +34,15 @@ from kvferry.transports.errors import (
 )
 from kvferry.transports.regions import Guard, RegionPairs
 
+from ..explore import PromiseBroken
+
 Bytes = npt.NDArray[np.uint8]
-
-
-class BrokenPromise(AssertionError):
-    """The stack did what it must never do; the text says what it must do instead."""
 
 
 def require(kept: bool, promise: str, about: object = "") -> None:
     """Fail unless a promise is kept."""
     if not kept:
-        raise BrokenPromise(f"{promise}: {about}" if about != "" else promise)
+        raise PromiseBroken(promise, str(about))
 
 
 class Clock:

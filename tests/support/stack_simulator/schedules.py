@@ -16,8 +16,9 @@ from typing import Literal
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.router.answer.exchange import Exchange
 
+from ..explore import PromiseBroken, broken_by, shrink, without_some
 from .client import Client, SimulatedRouter
-from .network import BrokenPromise, Clock, Network, require
+from .network import Clock, Network, require
 from .node import Parts, Shape, SimulatedNode, answer_to
 
 #: After the last arrival and fault everything must be over within this many virtual seconds.
@@ -254,7 +255,7 @@ class Run:
         """Run to the end, and check that everything is over.
 
         Raises:
-            BrokenPromise: something happened that must not, or is left over.
+            PromiseBroken: something happened that must not, or is left over.
         """
         schedule = self.schedule
         if schedule.arrivals:
@@ -265,10 +266,10 @@ class Run:
         with self.clock.rules_the_loop(), quiet():
             try:
                 is_over = self.clock.run(max(moments, default=0.0) + PATIENCE_S)
-            except BrokenPromise:
+            except PromiseBroken:
                 raise
             except Exception as error:
-                raise BrokenPromise(
+                raise PromiseBroken(
                     f"nothing raises an exception: {type(error).__name__}: {error}"
                 ) from error
         waiting = [name for router in self.routers for name in router.clients]
@@ -341,44 +342,21 @@ def draw(seed: int) -> Schedule:
 
 def failure_of(schedule: Schedule, parts: Parts | None = None) -> str:
     """Run a schedule; return the promise that it breaks, or nothing."""
-    try:
-        Run(schedule, parts).run()
-    except BrokenPromise as broken:
-        return str(broken)
-    return ""
+    return str(broken_by(Run(schedule, parts).run) or "")
 
 
-def shrink(schedule: Schedule, parts: Parts | None = None, tries: int = 200) -> tuple[Schedule, str]:
-    """Drop requests and faults while a schedule that fails still does; return it and the promise that it
-    breaks.
-    """
-    why = failure_of(schedule, parts)
-    is_smaller = True
-    while is_smaller and tries > 0:
-        is_smaller = False
-        for smaller in _smaller(schedule):
-            tries -= 1
-            if found := failure_of(smaller, parts):
-                schedule, why, is_smaller = smaller, found, True
-                break
-            if tries <= 0:
-                break
-    return schedule, why
+def shrunk(schedule: Schedule, parts: Parts | None = None) -> Schedule:
+    """Drop requests and faults while a schedule that fails still does."""
+    return shrink(schedule, _smaller, lambda each: failure_of(each, parts), tries=200)
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    for name in ("faults", "arrivals"):
-        whole = getattr(schedule, name)
-        size = len(whole)
-        while size > 0:
-            for first in range(0, len(whole), size):
-                left = whole[:first] + whole[first + size :]
-                if left or name == "faults":
-                    yield replace(schedule, **{name: left})
-            size //= 2
+    yield from (replace(schedule, faults=left) for left in without_some(schedule.faults))
+    yield from (replace(schedule, arrivals=left) for left in without_some(schedule.arrivals) if left)
 
 
 def explain(schedule: Schedule, parts: Parts | None = None) -> str:
     """Shrink a schedule that fails, and say how to repeat it."""
-    smaller, why = shrink(schedule, parts)
-    return f"{why}\nof seed {schedule.seed}, shrunk to:\n{smaller}\nrepeat: make simulate SEED={schedule.seed} SCHEDULES=1"
+    found = shrunk(schedule, parts)
+    repeat = f"make simulate SEED={schedule.seed} SCHEDULES=1"
+    return f"{failure_of(found, parts)}\nof seed {schedule.seed}, shrunk to:\n{found}\nrepeat: {repeat}"
