@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import MambaSpec as VllmMambaSpec
@@ -22,7 +21,6 @@ from kvferry.connector.kv_cache_specs import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from kvferry.connector.p2p.options import ConnectorOptions
@@ -654,75 +652,6 @@ class TestContinuing:
             assert (sampling.stop_token_ids, sampling.eos_token_id, sampling.min_tokens) == ([1], 2, 3)
         side.request_finished(request, ([],))
         assert side.num_remembered_requests == 0
-
-
-class TestWindowBlocks:
-    """The blocks that the prompt's last token sees are held, because vLLM frees them when the request
-    ends.
-    """
-
-    SPEC = SlidingWindowSpec(16, 1, 8, torch.float32, sliding_window=20)
-
-    @pytest.fixture
-    def pool(self):
-        return BlockPool(num_gpu_blocks=16, enable_caching=False, hash_block_size=16)
-
-    @pytest.fixture
-    def windows(self, pool):
-        windows = WindowBlocks({0: ATTENTION, 2: self.SPEC})
-        windows.bind(pool)
-        windows.follow("r", 67)  # its last token sees 47 to 66
-        return windows
-
-    @staticmethod
-    def step(windows, blocks, num_computed, num_scheduled, *, is_new=False, **lists):
-        tables = tuple([block.block_id for block in table] for table in blocks)
-        new = (
-            [SimpleNamespace(req_id="r", block_ids=tables, num_computed_tokens=num_computed)]
-            if is_new
-            else []
-        )
-        names = [] if is_new or not num_scheduled else ["r"]
-        cached = SimpleNamespace(
-            req_ids=names,
-            new_block_ids=[tables] * len(names),
-            num_computed_tokens=[num_computed] * len(names),
-            resumed_req_ids=lists.get("resumed", set()),
-        )
-        windows.note_step(
-            SimpleNamespace(
-                scheduled_new_reqs=new,
-                scheduled_cached_reqs=cached,
-                num_scheduled_tokens={"r": num_scheduled},
-                preempted_req_ids=lists.get("preempted"),
-            )
-        )
-
-    @pytest.fixture
-    def blocks(self, pool, windows):
-        """A request's blocks in three groups, after two steps that computed the whole prompt."""
-        blocks = [pool.get_new_blocks(5) for _ in range(3)]
-        self.step(windows, [table[:3] for table in blocks], 0, 48, is_new=True)
-        self.step(windows, [table[3:] for table in blocks], 48, 19)
-        return blocks
-
-    def test_a_request_that_loses_its_blocks_holds_its_next_ones(self, pool, windows, blocks):
-        self.step(windows, (), 0, 0, preempted={"r"})
-        for table in blocks:
-            pool.free_blocks(reversed(table))
-        assert pool.get_num_free_blocks() == 15
-        again = [pool.get_new_blocks(5) for _ in range(3)]
-        self.step(windows, again, 0, 67, resumed={"r"})
-        pool.free_blocks(reversed(again[2]))
-        ids = [block.block_id for block in again[2]]
-        assert windows.fill("r", ([], [], [0] * 5))[2] == [0, 0, *ids[2:]]
-        windows.release("r")
-
-    def test_nothing_is_held_for_layers_that_keep_everything(self, pool):
-        windows = WindowBlocks({0: ATTENTION, 1: MambaSpec(512, ((3, 8),), (torch.float32,))})
-        windows.bind(pool)
-        windows.follow("r", 67)
-        assert windows.num_requests == 0
 
 
 class TestContent:
