@@ -5,9 +5,9 @@ socket.
 
 Each order, `{"id": 1, "do": "add", ...}`, is answered by one line with its `id`. Its name is that of a method
 of `VllmHost`. A request adds the line `{"first": ...}` with its first token, and `{"finished": ...,
-"tokens": ..., "reason": ..., "params": ..., "top_logits": ...}` when it has ended. `"num_top_logits": n` in an
-order to add a request asks for the n largest logits of its first token, as `[token id, logit]`, the largest
-first. All may be shifted by the same amount, as log-probabilities are.
+"tokens": ..., "reason": ..., "params": ..., "top_logits": ...}` when it has ended. `"num_top_logits": n` in
+an order to add a request asks for the n largest logits of its first token, as `[token id, logit]`, the
+largest first. All may be shifted by the same amount, as log-probabilities are.
 
 The engine core runs in this process, one step at a time, so that orders can inspect its scheduler.
 """

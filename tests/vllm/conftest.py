@@ -48,38 +48,6 @@ MAX_NUM_SEQS = 4
 ENVIRONMENT = {**OFFLINE, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def _settings(model: Path, transfer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 1536,
-        "enforce_eager": True,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": NUM_BLOCKS,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "kv_transfer_config": transfer,
-    }
-
-
-def _transfer(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": name,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set the environment of the processes that are started inside the block."""
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in ENVIRONMENT.items():
-            environment.setenv(name, value)
-        yield
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama model.
@@ -103,11 +71,27 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     def start(**arguments: Any) -> Node:
         log = tmp_path_factory.mktemp("node") / "log"
-        connector = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
-        transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
-        with _environment():
-            settings = _settings(arguments.pop("model", model), transfer) | arguments
-            nodes.append(Node(PROGRAM, settings, log))
+        name, module = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
+        settings = {
+            "model": str(arguments.pop("model", model)),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 1536,
+            "enforce_eager": True,
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": NUM_BLOCKS,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "kv_transfer_config": {
+                "kv_connector": name,
+                "kv_connector_module_path": module,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": EXTRA | arguments.pop("extra", {}),
+            },
+        }
+        with pytest.MonkeyPatch.context() as environment:
+            for variable, value in ENVIRONMENT.items():
+                environment.setenv(variable, value)
+            nodes.append(Node(PROGRAM, settings | arguments, log))
         return nodes[-1]
 
     yield start

@@ -432,10 +432,14 @@ def _vllm_config():
     )
 
 
-def _side(has_prefix_cache=True, role="kv_both", served_groups=(), spec=ATTENTION):
+def _side(has_prefix_cache=True, role="kv_both", spec=ATTENTION, fields=None, epoch=5, **more):
+    """A scheduler side. With `fields`, which say what its node is, it has an address."""
     config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
     half = HandoffScheduler(KVTransferConfig("KvferryConnector", role), config)
-    return SchedulerSide(half, SharedOffers(has_prefix_cache), WindowBlocks({0: spec}), served_groups)
+    side = SchedulerSide(half, SharedOffers(has_prefix_cache), WindowBlocks({0: spec}), **more)
+    if fields is not None:
+        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", epoch, 0), fields)})
+    return side
 
 
 def _request(request_id, params):
@@ -480,8 +484,7 @@ class TestEarlyOffers:
     @pytest.fixture
     def begun(self):
         """A side with a request of 40 tokens, whose first step was scheduled."""
-        side, request = _side(), _request("r", self.WISH)
-        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0))})
+        side, request = _side(fields={}), _request("r", self.WISH)
         side.on_new_request(request)
         first = side.build_connector_meta(self.step(new=[("r", [4])]))
         # A prefix hit may be of blocks that the same step computes, so nothing is offered with it.
@@ -545,9 +548,8 @@ class TestEarlyOffers:
         assert (order.offer.block_ids if is_zeroed else order.completion) == ((4, 5, 6),)
 
     def test_an_engine_that_shares_its_address_does_not_say_that_it_can_be_met(self):
-        side, request = _side(), _request("r", {"do_remote_decode": True})
+        side, request = _side(fields={}), _request("r", {"do_remote_decode": True})
         side._can_meet = False
-        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0))})
         side.on_new_request(request)
         request.num_computed_tokens, request.get_finished_reason = 40, lambda: "length"
         _, params = side.request_finished(request, ([4, 5, 6],))
@@ -560,20 +562,6 @@ class TestContinuing:
     FIELDS: ClassVar = {"weights": "w", "tokenizer": "t"}
 
     @staticmethod
-    def node(fields, epoch=5, answer_fields=None, can_continue=True):
-        config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), ATTENTION),))
-        half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config)
-        side = SchedulerSide(
-            half,
-            SharedOffers(True),
-            WindowBlocks({0: ATTENTION}),
-            answer_fields=answer_fields or {},
-            can_continue=can_continue,
-        )
-        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", epoch, 0), fields)})
-        return side
-
-    @staticmethod
     def asked(side, params, lora_request=None):
         request = _request("r", params)
         request.lora_request, request.num_computed_tokens = lora_request, 40
@@ -582,13 +570,13 @@ class TestContinuing:
         return side.request_finished(request, ([4, 5, 6],))[1]
 
     def test_each_field_decides_and_an_unknown_tokenizer_is_that_of_one_start(self):
-        known = self.node(self.FIELDS).identity
-        assert known == self.node(dict(self.FIELDS), epoch=6).identity
+        known = _side(fields=self.FIELDS).identity
+        assert known == _side(fields=dict(self.FIELDS), epoch=6).identity
         for changed in ({"weights": "x"}, {"tokenizer": "u"}, {"dtype": "half"}):
-            assert self.node({**self.FIELDS, **changed}).identity != known
-        assert self.node(self.FIELDS, answer_fields={"sampling": "{}"}).identity != known
+            assert _side(fields={**self.FIELDS, **changed}).identity != known
+        assert _side(fields=self.FIELDS, answer_fields={"sampling": "{}"}).identity != known
         unknown = {**self.FIELDS, "tokenizer": ""}
-        assert self.node(unknown).identity != self.node(unknown, epoch=6).identity
+        assert _side(fields=unknown).identity != _side(fields=unknown, epoch=6).identity
         assert _side().identity == ""
 
     @pytest.mark.parametrize(
@@ -628,13 +616,13 @@ class TestContinuing:
             logits_processors=processors, get_diff_sampling_param=lambda: sampling
         )
         assert can_continue_answers(config) is can
-        side = self.node(self.FIELDS, can_continue=can)
+        side = _side(fields=self.FIELDS, can_continue=can)
         assert ("remote_identity" in self.asked(side, {"describe": True})) is can
 
     @pytest.mark.parametrize("fields", [{}, {"weights": "other", "tokenizer": "t"}, FIELDS])
     def test_it_continues_only_after_a_token_of_its_own_model(self, fields):
-        side, request = self.node(fields), _request("r", {})
-        request.kv_transfer_params = {"continues": {"model": self.node(self.FIELDS).identity}}
+        side, request = _side(fields=fields), _request("r", {})
+        request.kv_transfer_params = {"continues": {"model": _side(fields=self.FIELDS).identity}}
         request.max_tokens, request.stop_reason = 8, None
         request.sampling_params = sampling = SamplingParams(stop_token_ids=[1], min_tokens=3)
         sampling.update_from_generation_config({}, eos_token_id=2)

@@ -17,6 +17,7 @@ from tests.support.losses import ask
 from tests.support.vllm_servers import Server
 
 from .conftest import START_S
+from .test_moved_answers import asked
 
 NUM_MOVES = int(os.environ.get("KVFERRY_MOVES", "12"))
 SEED = int(os.environ.get("KVFERRY_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
@@ -24,18 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 30 * NUM_MOVES)]
 
 STOPPED, LOST = "kvferry_router_stopped_answers_total", "kvferry_router_moved_answers_total"
 TOKENS = "vllm:prompt_tokens_by_source_total"
-NUM_TOKENS = 250
-TEXT = "A ferry that sinks leaves its cargo to the next one. " * 3
-USAGE = {"stream_options": {"include_usage": True}}
 #: The tokens of letters, each of which is a whole character. If the text of a part of one is held back, the
 #: next server computes more.
 LETTERS = {"logit_bias": {str(token_id): 100 for token_id in range(64, 90)}}
-BODIES = (
-    {"prompt": TEXT},
-    {"messages": TEXT, **USAGE},
-    {"prompt": TEXT, **USAGE, "repetition_penalty": 1.1},
-    {"prompt": [65, 66, 67] * 40},
-)
 
 
 class Fleet:
@@ -91,7 +83,7 @@ def test_answers_of_a_server_that_is_removed_go_on_elsewhere_with_their_cache(fl
     drawn, num_computed, pauses = random.Random(SEED), [], []
     for number in range(NUM_MOVES):
         has_letters = number % 4 != 3
-        path, body = asked(number, LETTERS if has_letters else {})
+        path, body = asked(number, stream=True, **(LETTERS if has_letters else {}))
         expected, _ = ask(fleet.prefill.port, path, body)
         moves, lost = fleet.num_moves()
         before = {each.url: tokens_of(each) for each in fleet.decodes}
@@ -132,15 +124,3 @@ def tokens_of(server):
     """
     sources = ("local_compute", "external_kv_transfer")
     return tuple(int(Server(server).metric(TOKENS, source=source)) for source in sources)
-
-
-def asked(number, more):
-    """Return the path and the body of a request for a stream."""
-    body = {"model": "model", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": NUM_TOKENS}
-    body |= {**BODIES[number % len(BODIES)], **more}
-    if "messages" in body:
-        body["messages"] = [{"role": "user", "content": f"{number} {TEXT}"}]
-        return "/v1/chat/completions", body
-    prompt = body["prompt"]
-    body["prompt"] = f"{number} {prompt}" if isinstance(prompt, str) else [number, *prompt]
-    return "/v1/completions", body

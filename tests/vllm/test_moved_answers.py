@@ -8,7 +8,6 @@ minute.
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack
 from operator import attrgetter
 
 import pytest
@@ -40,7 +39,7 @@ LOADS = "kvferry_load_seconds_count"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
-    """In place of the check of each test: the servers are the module's, and a test starts those anew that it
+    """In place of the check of each test: the servers are the session's, and a test starts those anew that it
     has killed.
     """
 
@@ -53,44 +52,32 @@ def questions(served):
 
 def _learned(server):
     for number in itertools.count():
-        body = {"model": "model", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-        body |= BODIES[number % len(BODIES)]
-        if "messages" in body:
-            body["messages"] = [{"role": "user", "content": f"{number} {TEXT}"}]
-        else:
-            asked = body["prompt"]
-            body["prompt"] = f"{number} {asked}" if isinstance(asked, str) else [number, *asked]
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        if question := learn(server.process, path, body):
+        if question := learn(server.process, *asked(number)):
             yield question
 
 
-@pytest.fixture
-def start_fleet(tmp_path):
-    """Start a router before the servers. `urls` are its options with their addresses."""
-    with ExitStack() as stack:
-
-        def start(servers, mortals, options, *more):
-            urls = [
-                word
-                for option, server in zip(options, servers, strict=True)
-                for word in (option, server.process.url)
-            ]
-            router = Service("router", run_program, "router", (*urls, *CHECKS, *more), tmp_path, tmp_path)
-            stack.enter_context(router)
-            router.wait_ready(START_S)
-            fleet = Fleet(servers, mortals, router, tmp_path / "router (1).log")
-            fleet.await_ready()
-            return fleet
-
-        yield start
+def asked(number, **more):
+    """Return the path and the body of a request for an answer."""
+    body = {"model": "model", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    body |= {**BODIES[number % len(BODIES)], **more}
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": f"{number} {TEXT}"}]
+        return "/v1/chat/completions", body
+    prompt = body["prompt"]
+    body["prompt"] = f"{number} {prompt}" if isinstance(prompt, str) else [number, *prompt]
+    return "/v1/completions", body
 
 
 @pytest.mark.parametrize(("kind", "num_losses"), [("freeze", NUM_LOSSES), ("kill", NUM_KILLS)])
-def test_answers_outlive_their_decode_server(served, questions, start_fleet, kind, num_losses):
-    options = IMPATIENT if kind == "freeze" else ()
-    fleet = start_fleet(served, served[1:], ("--prefill", "--decode", "--decode"), *options)
-    report = lose_nodes(fleet, questions, kind, num_losses, attrgetter("num_known"))
+def test_answers_outlive_their_decode_server(served, questions, tmp_path, kind, num_losses):
+    roles = zip(("--prefill", "--decode", "--decode"), served, strict=True)
+    urls = [word for option, server in roles for word in (option, server.process.url)]
+    options = (*urls, *CHECKS, *(IMPATIENT if kind == "freeze" else ()))
+    with Service("router", run_program, "router", options, tmp_path, tmp_path) as router:
+        router.wait_ready(START_S)
+        fleet = Fleet(served, served[1:], router, tmp_path / "router (1).log")
+        fleet.await_ready()
+        report = lose_nodes(fleet, questions, kind, num_losses, attrgetter("num_known"))
     print(f"\nseed {SEED}: {report}")
     assert not report.problems, "\n".join(report.problems)
     assert report.num_known, "no stream went on at another server"

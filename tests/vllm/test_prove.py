@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client import wait_until
+from tests.support.client import children_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -90,12 +90,7 @@ def test_killed_servers_leave_no_offloaded_memory(tmp_path: Path) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    children = [
-        int(word)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for word in (task / "children").read_text().split()
-    ]
-    return children + [each for child in children for each in _descendants(child)]
+    return [each for child in children_of(pid) for each in (child, *_descendants(child))]
 
 
 def _is_alive(pid: int) -> bool:

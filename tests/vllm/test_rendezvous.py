@@ -5,7 +5,6 @@ ends.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -114,25 +113,14 @@ def test_a_prefill_that_never_comes_ends_by_policy(meet, pair, prompt, policy):
     assert pair.prefill.metric("kvferry_unmet_claims_total") >= 1
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_prefill_that_is_aborted_ends_by_policy(when, meet, pair, prompt, policy):
+def test_a_prefill_that_is_aborted_ends_by_policy(meet, pair, prompt, policy):
     tokens = prompt(NUM_TOKENS, seed=9)
     meeting = meet(tokens)
-    with ThreadPoolExecutor(1) as thread:
-        if when == "before":
-            # Nothing of it is computed: other requests have all slots.
-            with pair.busy(pair.prefill):
-                meeting.start_prefill()
-                meeting.start_decode()
-                pair.prefill.order("abort", request=meeting.prefill_id)
-                answer = thread.submit(pair.decode.result, meeting.decode_id).result()
-        else:
-            meeting.start_decode()
-            meeting.start_prefill()
-            pair.decode.wait_for_status(lambda status: status["num_remembered"] > 0)
-            pair.prefill.order("abort", request=meeting.prefill_id)
-            answer = pair.decode.result(meeting.decode_id)
-    pair.assert_ended_by(policy, answer, tokens)
+    meeting.start_decode()
+    meeting.start_prefill()
+    pair.decode.wait_for_status(lambda status: status["num_remembered"] > 0)
+    pair.prefill.order("abort", request=meeting.prefill_id)
+    pair.assert_ended_by(policy, pair.decode.result(meeting.decode_id), tokens)
 
 
 def test_a_preempted_prefill_ends_by_policy(meet, pair, prompt, policy):

@@ -10,13 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.connector.config import KVTransferConfig
-from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.connector.p2p.orders import WorkerAddress
-from kvferry.connector.p2p.scheduler import HandoffScheduler
-from kvferry.connector.vllm.metadata import WorkerHandshake
-from kvferry.connector.vllm.scheduler import SchedulerSide
-from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.weights import (
     UNKNOWN,
     LoadedWeights,
@@ -24,7 +17,7 @@ from kvferry.connector.vllm.weights import (
     digest_of,
     sums_of,
 )
-from kvferry.connector.vllm.windows import WindowBlocks
+from tests.vllm.test_adapter import _side
 
 
 class Model(torch.nn.Module):
@@ -121,9 +114,7 @@ def test_a_view_is_hashed_with_the_memory_around_it() -> None:
 
 
 def test_a_worker_that_cannot_say_what_it_has_makes_the_node_unknown() -> None:
-    half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), KVCacheConfig(8, (), ()))
-    side = SchedulerSide(half, SharedOffers(True), WindowBlocks({}))
-    side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0), {"weights": "files"})})
+    side = _side(fields={"weights": "files"})
     assert side.identity != ""
     watch = WeightsWatch(_failing, [side])
     watch.before_call()

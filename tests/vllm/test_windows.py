@@ -16,7 +16,6 @@ SHAPE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 #: Name → family, what its configuration has, and more settings of vLLM.
 MODELS = {
-    "window 96": ("gemma3", {"sliding_window": 96}, {}),
     "window 72": ("gemma3", {"sliding_window": 72}, {}),
     "window 40": ("gemma2", {"sliding_window": 40, "tie_word_embeddings": True}, {}),
     "window 56, other heads": ("gemma4", {"sliding_window": 56}, {}),
