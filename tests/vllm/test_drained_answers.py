@@ -91,7 +91,8 @@ def test_answers_of_a_server_that_is_removed_go_on_elsewhere_with_their_cache(fl
 
         def on_piece(removed=removed, pieces=pieces, at=at):
             pieces.append(None)
-            if len(pieces) == at and (server := fleet.busy()) is not None:
+            # A busy server joins pieces, and the router may not know yet that it has the request.
+            if len(pieces) >= at and not removed and (server := fleet.busy()) is not None:
                 removed.append(server)
                 fleet.remove(server)
 

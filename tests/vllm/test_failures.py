@@ -119,7 +119,8 @@ class TestContinuing:
         assert (told["kv_role"], told["load_failure_policy"]) == ("kv_both", "fail")
         assert told["identity_fields"]["weights"]
         offered = pair.decode.ask(next(pair.names), prompt(40), 1, {"do_remote_decode": True})["params"]
-        for key in ("remote_identity", "remote_engine_id", "remote_epoch"):
+        assert told["remote_identity"]
+        for key in ("remote_engine_id", "remote_epoch"):
             assert told[key] == offered[key]
         flags = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
         pair.decode.ask(next(pair.names), [1], 1, {**offered, **flags})

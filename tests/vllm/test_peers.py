@@ -90,7 +90,7 @@ def test_a_node_that_packs_keys_differently(start_peer, pair, prompt):
 
 def test_a_node_whose_memory_peers_cannot_map(start_peer, pair, prompt):
     """A mapped pool can be read into any memory; other memory is read through the kernel."""
-    hookless = start_peer(connector=("WithoutHook", "tests.vllm.elsewhere"))
+    hookless = start_peer(connector=("WithoutHook", "tests.vllm.children"))
     assert "vLLM's memory, which peers cannot map" in hookless.log
     for prefill, decode, mechanism in (
         (hookless, pair.decode, "process_vm_readv"),
