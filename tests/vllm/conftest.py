@@ -86,6 +86,7 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 "kv_connector_module_path": module,
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": EXTRA | arguments.pop("extra", {}),
+                **arguments.pop("transfer", {}),
             },
         }
         with pytest.MonkeyPatch.context() as environment:

@@ -60,9 +60,15 @@ def test_both_nodes_count_and_the_mechanism_is_visible(pair, prompt, transport):
     assert pair.prefill.metric("kvferry_live_leases") == pair.decode.metric("kvferry_live_loads") == 0
 
 
-def test_a_node_counts_what_became_of_each_offer(pair, prompt):
+@pytest.fixture(scope="module")
+def recomputing(start_module_pair):
+    return start_module_pair(transfer={"kv_load_failure_policy": "recompute"})
+
+
+@pytest.mark.slow
+def test_a_node_counts_what_became_of_each_offer(recomputing, prompt):
     """So behind any router, too, an operator sees that a pair does nothing."""
-    pair.decode.order("policy", policy="recompute")
+    pair = recomputing
     tokens = prompt(97)  # three blocks, which may be cached, and the token that is always computed
 
     def counted():
