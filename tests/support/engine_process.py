@@ -1,4 +1,4 @@
-"""A test's side of an engine process that takes orders; see `orders.py`."""
+"""A test's side of an engine process that takes orders; see `vllm_program.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvferry.lab.servers import Spawn
+from kvferry.lab.servers import run_program
 
 #: Seconds for a start, which takes half a minute on two idle cores.
 START_S = 240.0
@@ -28,22 +28,20 @@ class Node:
     """One engine in a process group of its own.
 
     Args:
-        host: The engine's name.
         script: The engine's program.
         settings: vLLM's engine arguments.
         log: File for the process's output.
-        spawn: Starts the process.
     """
 
-    def __init__(self, host: str, script: Path, settings: dict[str, Any], log: Path, spawn: Spawn) -> None:
-        self.host = host
+    def __init__(self, script: Path, settings: dict[str, Any], log: Path) -> None:
         self._log = log
         self._arrived = threading.Condition()
         self._answers: list[Answer] = []
         self._num_orders = 0
         self._link, theirs = socket.socketpair()
         with log.open("wb") as output, theirs:
-            self._process = spawn(str(script), [json.dumps(settings)], output.fileno(), theirs.fileno())
+            arguments = [json.dumps(settings)]
+            self._process = run_program(str(script), arguments, output.fileno(), theirs.fileno())
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

@@ -89,6 +89,53 @@ FAMILIES: dict[str, Mapping[str, Any]] = {
     },
 }
 
+#: Families with recurrent layers, which vLLM has and the reference engine does not.
+RECURRENT_FAMILIES: dict[str, Mapping[str, Any]] = {
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_expand": 1,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 32,
+        "n_groups": 1,
+        "state_size": 8,
+        "chunk_size": 8,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+
 
 def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
     """Write a model with random weights, and a tokenizer with one token per byte and an end token.
@@ -97,7 +144,7 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
         seed: Seed of the weights. The same seed writes the same model.
         overrides: Fields of the configuration to change.
     """
-    settings = {**_COMMON, **FAMILIES[family], **overrides}
+    settings = {**_COMMON, **(FAMILIES | RECURRENT_FAMILIES)[family], **overrides}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,18 +1,31 @@
-"""A real vLLM engine as a child process that takes orders; see `orders.py`.
+"""A real vLLM engine as a child process. It receives orders and sends answers as JSON lines over an inherited
+socket.
 
-    python vllm_program.py '{"model": ..., "kv_transfer_config": {...}, ...}'
+    KVFERRY_LAUNCHER_FD=DESCRIPTOR python vllm_program.py '{"model": ..., "kv_transfer_config": {...}, ...}'
+
+Each order, `{"id": 1, "do": "add", ...}`, is answered by one line with its `id`. Its name is that of a method
+of `VllmHost`. A request adds the line `{"first": ...}` with its first token, and `{"finished": ...,
+"tokens": ..., "reason": ..., "params": ..., "top_logits": ...}` when it has ended. `"num_top_logits": n` in
+an order to add a request asks for the n largest logits of its first token, as `[token id, logit]`, the
+largest first. All may be shifted by the same amount, as log-probabilities are.
 
 The engine core runs in this process, one step at a time, so that orders can inspect its scheduler.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import queue
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 from prometheus_client import REGISTRY, generate_latest
@@ -25,7 +38,7 @@ from vllm.v1.request import RequestStatus
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tests.support.orders import obey
+from kvferry.router.http.launcher_link import LAUNCHER_VARIABLE
 
 
 class VllmHost:
@@ -197,21 +210,6 @@ class VllmHost:
             "num_remembered": connector.num_remembered_requests,
         }
 
-    def state(self) -> dict[str, Any]:
-        """Return what each request is about to do and holds, for a test that waits in vain."""
-        manager, connector = self._scheduler.kv_cache_manager, _kvferry(self._scheduler.connector)
-        return {
-            "free_blocks": manager.block_pool.get_num_free_blocks(),
-            "running": [request.request_id for request in self._scheduler.running],
-            "requests": [
-                f"{name}: {request.status.name}, {request.num_computed_tokens} of {request.num_tokens} tokens computed, "
-                f"{[len(blocks) for blocks in manager.get_block_ids(name)]} blocks, "
-                f"{request.num_preemptions} preemptions"
-                for name, request in self._scheduler.requests.items()
-            ],
-            "remembered": connector.num_remembered_requests,
-        }
-
     def encoder(self) -> dict[str, Any]:
         """Return what the connector of encoder outputs has counted, and how many blocks of its pool are in
         use.
@@ -306,5 +304,44 @@ def _samples(name: str) -> list[Any]:
     return [sample for family in REGISTRY.collect() for sample in family.samples if sample.name == name]
 
 
+def obey() -> None:
+    """Carry out orders, and step while there is work, until the other end of the socket is shut down for
+    writing.
+    """
+    host = VllmHost(json.loads(sys.argv[1]))
+    orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    with socket.socket(fileno=int(os.environ.pop(LAUNCHER_VARIABLE))) as link:
+        with link.makefile("r") as incoming, link.makefile("w") as answers:
+            threading.Thread(target=_read, args=(incoming, orders), daemon=True).start()
+            _say(answers, {"ready": True})
+            _work(host, orders, answers)
+
+
+def _work(host: VllmHost, orders: queue.Queue[dict[str, Any] | None], answers: TextIO) -> None:
+    while True:
+        try:
+            order = orders.get(block=not host.has_work)
+        except queue.Empty:
+            for event in host.step():
+                _say(answers, event)
+            continue
+        if order is None:
+            host.close()
+            return
+        number, do = order.pop("id"), order.pop("do")
+        _say(answers, {"id": number, **getattr(host, do)(**order)})
+
+
+def _read(incoming: TextIO, orders: queue.Queue[dict[str, Any] | None]) -> None:
+    with contextlib.suppress(ConnectionResetError):  # the process at the other end died
+        for line in incoming:
+            orders.put(json.loads(line))
+    orders.put(None)
+
+
+def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    obey(VllmHost)
+    obey()

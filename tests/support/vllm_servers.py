@@ -61,7 +61,10 @@ class Server:
 
     process: LaunchedProcess
 
-    def complete(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Reply:
+    def complete(
+        self, prompt: list[int], max_tokens: int = 8, *, rank: int | None = None, **more: Any
+    ) -> Reply:
+        """Ask for an answer; `rank` is the engine's in a server with several. None: the server chooses."""
         body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
         body |= {
             "temperature": 0,
@@ -73,7 +76,10 @@ class Server:
         request = urllib.request.Request(
             f"{self.process.url}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {
+                "Content-Type": "application/json",
+                **({} if rank is None else {"X-data-parallel-rank": str(rank)}),
+            },
         )
         started = time.monotonic()
         try:
@@ -108,9 +114,10 @@ class Server:
         # A near-tie at the last token must not hide that the answer ends too early.
         assert len(tokens) == len(logprobs) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
 
-    def offer(self, prompt: list[int]) -> dict[str, Any]:
+    def offer(self, prompt: list[int], *, rank: int | None = None, **wish: Any) -> dict[str, Any]:
         """Compute a prompt for another server. Returns the params for that server."""
-        return self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}).params
+        wished = {"do_remote_decode": True, **wish}
+        return self.complete(prompt, 1, rank=rank, kv_transfer_params=wished).params
 
     def metrics_page(self) -> str:
         with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:

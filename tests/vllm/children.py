@@ -1,4 +1,4 @@
-"""Connectors that run beside kvferry's in vLLM's MultiConnector."""
+"""Connectors for nodes of vLLM: one beside kvferry's in its MultiConnector, and one of an older vLLM."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
+
+from kvferry.connector.vllm import KvferryConnector
 
 
 @dataclass
@@ -91,3 +93,10 @@ class Planted(KVConnectorBase_V1):
 def _asks(request: Any, key: str) -> bool:
     params = request.kv_transfer_params
     return isinstance(params, Mapping) and params.get(key) is True
+
+
+class WithoutHook(KvferryConnector):
+    """As in vLLM before 0.31, which allocates the cache in memory that peers cannot map."""
+
+    def get_mem_pool_context(self) -> None:
+        return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -16,28 +17,22 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.near_tie import Expectation, assert_same_answer, tolerance_of
-from kvferry.lab.servers import OFFLINE, run_program
+from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.engine.default_model import default_model_folder
+from kvferry.lab.servers import KVFERRY, OFFLINE, LaunchedProcess, Launcher, start_vllm
 from tests.support.engine_process import Answer, Node
-from tests.support.zygote import Zygote
+from tests.support.vllm_servers import VllmService
 
 HERE = Path(__file__).parent
-#: Modules that also run without vLLM, on the reference engine or without an engine. `make test-vllm` has
-#: vLLM.
-WITHOUT_VLLM = ("test_failures.py", "test_handoff.py", "test_import.py", "test_slow_steps.py")
-HAS_VLLM = find_spec("vllm") is not None
 
-if not HAS_VLLM:
-    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name not in WITHOUT_VLLM]
+if find_spec("vllm") is None:
+    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name != "test_import.py"]
 else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about vLLM's and torch's own code
         importlib.import_module("kvferry.connector.vllm.adapter")
 
-HOSTS = {
-    "vllm": HERE.resolve().parent / "support" / "vllm_program.py",
-    "reference": HERE / "reference_program.py",
-}
+PROGRAM = HERE.resolve().parent / "support" / "vllm_program.py"
 #: Short, because tests wait until these timeouts expire.
 EXTRA = {
     "transport": "shm",
@@ -51,51 +46,6 @@ MAX_NUM_SEQS = 4
 
 #: The engine computes in the node's own process.
 ENVIRONMENT = {**OFFLINE, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without vLLM, deselect the tests that run its engines."""
-    if not HAS_VLLM:
-        missing = [item for item in items if item.path.parent == HERE and _needs_vllm(item)]
-        config.hook.pytest_deselected(items=missing)
-        items[:] = [item for item in items if item not in missing]
-
-
-def _needs_vllm(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    return callspec is not None and callspec.params.get("running_pair", "reference") != "reference"
-
-
-def _settings(model: Path, transfer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 1536,
-        "enforce_eager": True,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": NUM_BLOCKS,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "kv_transfer_config": transfer,
-    }
-
-
-def _transfer(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": name,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set the environment of the processes that are started inside the block."""
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in ENVIRONMENT.items():
-            environment.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -118,27 +68,36 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     The caller calls `wait_until_ready`, so that several engines can start at the same time.
     """
     nodes: list[Node] = []
-    with ExitStack() as stack:
 
-        @cache
-        def zygote() -> Zygote:
-            return stack.enter_context(Zygote())
+    def start(**arguments: Any) -> Node:
+        log = tmp_path_factory.mktemp("node") / "log"
+        name, module = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
+        settings = {
+            "model": str(arguments.pop("model", model)),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 1536,
+            "enforce_eager": True,
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": NUM_BLOCKS,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "kv_transfer_config": {
+                "kv_connector": name,
+                "kv_connector_module_path": module,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": EXTRA | arguments.pop("extra", {}),
+                **arguments.pop("transfer", {}),
+            },
+        }
+        with pytest.MonkeyPatch.context() as environment:
+            for variable, value in ENVIRONMENT.items():
+                environment.setenv(variable, value)
+            nodes.append(Node(PROGRAM, settings | arguments, log))
+        return nodes[-1]
 
-        def start(**arguments: Any) -> Node:
-            log = tmp_path_factory.mktemp("node") / "log"
-            connector = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
-            transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
-            transfer |= arguments.pop("transfer", {})
-            host = arguments.pop("host", "vllm")
-            with _environment():
-                spawn = run_program if host == "vllm" else zygote().spawn
-                settings = _settings(arguments.pop("model", model), transfer) | arguments
-                nodes.append(Node(host, HOSTS[host], settings, log, spawn))
-            return nodes[-1]
-
-        yield start
-        for node in nodes:
-            node.close()
+    yield start
+    for node in nodes:
+        node.close()
 
 
 @dataclass(frozen=True)
@@ -203,11 +162,6 @@ class Pair:
             # A near-tie at the last token must not hide that the answer ends too early.
             assert len(answer[name]) == max_tokens, f"{len(answer[name])} {name} instead of {max_tokens}"
 
-    def assert_continues(self, alone: Answer, answer: Answer, dtype: str = "float32") -> None:
-        """Fail unless an answer to a prompt and the first token of `alone` is the rest of `alone`."""
-        assert answer["tokens"] == alone["tokens"][1:]
-        assert answer["logprobs"] == pytest.approx(alone["logprobs"][1:], abs=tolerance_of(dtype))
-
     def answers(
         self,
         node: Node,
@@ -258,68 +212,44 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def start_pair(start_node: Callable[..., Node]) -> Callable[..., Pair]:
-    """Start two identical nodes that run until the end of the session."""
-
-    def start(**arguments: Any) -> Pair:
-        prefill, decode = (start_node(**arguments) for _ in range(2))
-        return Pair(prefill.wait_until_ready(), decode.wait_until_ready())
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def start_module_pair(start_node: Callable[..., Node]) -> Iterator[Callable[..., Pair]]:
-    """Start two nodes that end with the module.
+def pair_of(start_node: Callable[..., Node]) -> Callable[..., AbstractContextManager[Pair]]:
+    """Start two nodes that end with the block.
 
     `prefill` and `decode` are arguments for one of the nodes. The other arguments are for both.
     """
-    nodes: list[Node] = []
 
-    def start(prefill: Any = None, decode: Any = None, **arguments: Any) -> Pair:
+    @contextmanager
+    def running(prefill: Any = None, decode: Any = None, **arguments: Any) -> Iterator[Pair]:
         asked = [arguments | (own or {}) for own in (prefill, decode)]
-        nodes.extend(start_node(**each) for each in asked)
-        pair = Pair(*(node.wait_until_ready() for node in nodes[-2:]))
-        for node, each in zip((pair.prefill, pair.decode), asked, strict=True):
+        nodes = [start_node(**each) for each in asked]
+        for node, each in zip(nodes, asked, strict=True):
             # vLLM rounds sizes up that a backend does not have, and tests are named after theirs.
-            found = node.order("status")["block_size"]
+            found = node.wait_until_ready().order("status")["block_size"]
             assert found == each.get("pages_of", each.get("block_size", found))
-        return pair
+        yield Pair(*nodes)
+        for node in nodes:
+            node.close()
 
-    yield start
-    for node in nodes:
-        node.close()
-
-
-@pytest.fixture(scope="session")
-def shm_pair(start_pair: Callable[..., Pair]) -> Pair:
-    return start_pair(extra={"transport": "shm"})
+    return running
 
 
-@pytest.fixture(scope="session")
-def zeromq_pair(start_pair: Callable[..., Pair]) -> Pair:
-    return start_pair(extra={"transport": "zeromq"})
+@pytest.fixture(scope="module")
+def start_module_pair(pair_of: Callable[..., AbstractContextManager[Pair]]) -> Iterator[Callable[..., Pair]]:
+    """Start two nodes that end with the module."""
+    with ExitStack() as stack:
+        yield lambda **arguments: stack.enter_context(pair_of(**arguments))
 
 
 @pytest.fixture(scope="session")
-def tcp_pair(start_pair: Callable[..., Pair]) -> Pair:
-    return start_pair(extra={"transport": "tcp"})
+def pair_over(pair_of: Callable[..., AbstractContextManager[Pair]]) -> Iterator[Callable[[str], Pair]]:
+    """(transport) → two identical nodes that run until the end of the session."""
+    with ExitStack() as stack:
+        yield cache(lambda transport: stack.enter_context(pair_of(extra={"transport": transport})))
 
 
 @pytest.fixture(scope="session")
-def ucx_pair(start_pair: Callable[..., Pair]) -> Pair:
-    return start_pair(extra={"transport": "ucx"})
-
-
-@pytest.fixture(scope="session")
-def nixl_pair(start_pair: Callable[..., Pair]) -> Pair:
-    return start_pair(extra={"transport": "nixl"})
-
-
-@pytest.fixture(scope="session")
-def reference_pair(start_pair: Callable[..., Pair]) -> Pair:
-    """Nodes of the reference engine, which must pass the same tests as vLLM's."""
-    return start_pair(host="reference")
+def shm_pair(pair_over: Callable[[str], Pair]) -> Pair:
+    return pair_over("shm")
 
 
 @pytest.fixture(scope="session")
@@ -338,6 +268,75 @@ def pair(running_pair: Pair) -> Iterator[Pair]:
     yield running_pair
     for node in nodes:
         node.wait_for_status(_is_at_rest)
+
+
+# -- vllm serve --------------------------------------------------------------------------------------
+
+START_S = 400.0
+#: With a chunk of 64 tokens most prompts have several, and a server that is stopped delivers its offers.
+SERVED = (
+    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1536", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "64"),
+    *("--shutdown-timeout", "60"),
+)
+
+
+def service_of(
+    name: str, model: Path, role: str = "kv_both", policy: str = "fail", **options: Any
+) -> VllmService:
+    """A `vllm serve` with `SERVED`, which starts with a `with` block. `options` are the connector's."""
+    extra = {"transport": "shm", **options}
+    transfer = {**KVFERRY, "kv_role": role, "kv_load_failure_policy": policy}
+    return VllmService(name, model, SERVED, {**transfer, "kv_connector_extra_config": extra})
+
+
+@pytest.fixture(scope="session")
+def served(model: Path) -> Iterator[list[VllmService]]:
+    """A prefill server and two decode servers. A test that ends one of them starts it again."""
+    with ExitStack() as stack:
+        servers = []
+        for name in ("prefill", "decode-1", "decode-2"):
+            address = f"shm://@kvferry-{name}-{os.getpid()}"  # the same after a restart
+            servers.append(stack.enter_context(service_of(name, model, address=address)))
+        for server in servers:
+            server.wait_ready(START_S)
+        yield servers
+
+
+@dataclass(frozen=True)
+class SlowPair:
+    """A prefill and a decode server of the default model, whose prompts take a second or more on a CPU.
+
+    Attributes:
+        places: Role → the folder in which a test names a place that is slow once; see `SlowConnector`.
+    """
+
+    servers: Sequence[LaunchedProcess]
+    places: Mapping[str, Path]
+
+
+@pytest.fixture(scope="session")
+def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowPair]:
+    from tests.support.slow_vllm_connector import FOLDER_VARIABLE
+
+    transfer = {
+        **KVFERRY,
+        "kv_connector": "SlowConnector",
+        "kv_connector_module_path": "tests.support.slow_vllm_connector",
+        "kv_load_failure_policy": "fail",
+    }
+    path = os.pathsep.join([str(HERE.resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    places = {role: tmp_path_factory.mktemp(role) for role in ("prefill", "decode")}
+    model = str(default_model_folder())
+    with Launcher() as launcher:
+        servers = []
+        for role, folder in places.items():
+            environment = {"PYTHONPATH": path, FOLDER_VARIABLE: str(folder)}
+            servers.append(
+                start_vllm(launcher, f"{role} server", model, transfer=transfer, environment=environment)
+            )
+        launcher.wait_ready(servers, START_S)
+        yield SlowPair(servers, places)
 
 
 @pytest.fixture(scope="session")

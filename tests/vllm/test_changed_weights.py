@@ -101,17 +101,6 @@ def test_unlike_weights_are_refused_until_both_nodes_have_them(
     pair.assert_like_alone(tokens, answer)
 
 
-@pytest.mark.parametrize("changed", ["prefill", "decode"])
-def test_an_offer_of_other_weights_is_refused(pair: Pair, prompt, changed: str) -> None:
-    """It was made before the change."""
-    tokens = prompt(100, next(SEEDS))
-    params = pair.prefilled(tokens)
-    node = getattr(pair, changed)
-    node.order("scale", parameter=WEIGHT, factor=FACTOR)
-    assert "weights" in refused(pair, tokens, params)
-    node.order("scale", parameter=WEIGHT, factor=1 / FACTOR)
-
-
 def test_an_offer_ends_with_its_weights(pair: Pair, prompt) -> None:
     """It does not come back when the weights do, and its blocks are free at once."""
     tokens = prompt(100, next(SEEDS))

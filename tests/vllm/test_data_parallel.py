@@ -5,17 +5,15 @@ handoff.
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from kvferry.lab.client import call, exchange, parsed, samples_of
-from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
+from kvferry.lab.client import call, samples_of
+from kvferry.lab.servers import KVFERRY, Launcher, start_vllm
 from tests.support.metrics_page import assert_promtool_is_content
+from tests.support.vllm_servers import Server, logprobs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -34,38 +32,13 @@ RANKS = (0, 1)
 ANY = None
 
 
-@dataclass(frozen=True)
-class Server:
+class Engines(Server):
     """A `vllm serve` with two engines."""
-
-    process: LaunchedProcess
-
-    def complete(self, prompt: list[int], max_tokens: int, rank: int | None, **more: Any) -> dict[str, Any]:
-        """Return the answer of the engine with this data-parallel rank."""
-        body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
-        body |= {
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 0,
-            "return_tokens_as_token_ids": True,
-            **more,
-        }
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        url = self.process.url
-        with exchange("POST", url, "/v1/completions", body, headers, ANSWER_S) as response:
-            assert response.status == 200, response.read()
-            return parsed(response.read())
-
-    def offer(self, prompt: list[int], rank: int | None, **wish: Any) -> dict[str, Any]:
-        """Compute a prompt for another engine. Returns the params for that engine."""
-        answer = self.complete(prompt, 1, rank, kv_transfer_params={"do_remote_decode": True, **wish})
-        params: dict[str, Any] = answer["kv_transfer_params"]
-        return params
 
     def answer(self, prompt: list[int], params: Any, rank: int | None) -> dict[str, Any]:
         """Return the answer to a prompt that another engine computed, in the form of a `Node`'s."""
-        (choice,) = self.complete(prompt, 8, rank, kv_transfer_params=params)["choices"]
-        return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+        (choice,) = self.complete(prompt, rank=rank, kv_transfer_params=params).choices
+        return {"tokens": choice["token_ids"], "logprobs": logprobs_of(choice)}
 
     def by_engine(self, metric: str) -> Counter[str]:
         """Return a metric's values, by the label `engine`."""
@@ -80,12 +53,12 @@ def server(model):
     with Launcher() as launcher:
         transfer = {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": OPTIONS}
         process = start_vllm(launcher, "server", str(model), ARGUMENTS, transfer).wait_ready(START_S)
-        yield Server(process)
+        yield Engines(process)
 
 
 def test_an_offer_names_the_engine_that_holds_the_blocks(server, prompt):
     """vLLM gives each engine an id of its own, and each has addresses of its own."""
-    offers = [server.offer(prompt(40, rank), rank) for rank in RANKS]
+    offers = [server.offer(prompt(40, rank), rank=rank) for rank in RANKS]
     ids, addresses = (
         {str(offer[key]) for offer in offers} for key in ("remote_engine_id", "remote_addresses")
     )
@@ -99,18 +72,10 @@ def test_an_offer_names_the_engine_that_holds_the_blocks(server, prompt):
 def test_one_engine_continues_what_another_one_computed(server, shm_pair, prompt, first, second):
     tokens = prompt(300, f"{first} {second}")
     before = server.by_engine("kvferry_load_seconds_count")
-    answer = server.answer(tokens, server.offer(tokens, first), second)
+    answer = server.answer(tokens, server.offer(tokens, rank=first), second)
     loads = server.by_engine("kvferry_load_seconds_count") - before
     assert sum(loads.values()) == 1
     assert second is ANY or loads[str(second)] == 1
-    shm_pair.assert_like_alone(tokens, answer)
-
-
-@pytest.mark.parametrize("rank", [*RANKS, ANY])
-def test_a_single_node_continues_what_an_engine_computed(server, shm_pair, prompt, rank):
-    tokens = prompt(301, rank)
-    answer = shm_pair.decode.ask(next(shm_pair.names), tokens, 8, server.offer(tokens, rank))
-    assert answer["reason"] == "length"
     shm_pair.assert_like_alone(tokens, answer)
 
 
@@ -127,35 +92,24 @@ def test_several_samples_of_one_prompt_at_one_engine(server, prompt):
     So the request names the engine.
     """
     tokens = prompt(303)
-    how = {"n": 3, "temperature": 1, "seed": 7, "kv_transfer_params": server.offer(tokens, 0)}
+    how = {"n": 3, "temperature": 1, "seed": 7, "kv_transfer_params": server.offer(tokens, rank=0)}
     before = server.by_engine("kvferry_load_seconds_count")
-    assert len(server.complete(tokens, 8, 1, **how)["choices"]) == 3
+    assert len(server.complete(tokens, rank=1, **how).choices) == 3
     assert server.by_engine("kvferry_load_seconds_count") - before == {"1": 1}
-
-
-def test_samples_at_an_engine_that_cannot_read_the_offer_end_by_the_policy(server, prompt):
-    """vLLM's balancer may also send all samples to one engine, and then each of them has its answer."""
-    tokens = prompt(304)
-    how = {"n": 3, "temperature": 1, "seed": 7, "kv_transfer_params": server.offer(tokens, 0)}
-    try:
-        ends = [choice["finish_reason"] for choice in server.complete(tokens, 8, ANY, **how)["choices"]]
-    except urllib.error.HTTPError as error:
-        ends = [str(error.code)]
-    assert ends in (["500"], ["length"] * 3)
 
 
 def test_samples_at_all_engines_load_one_offer(server, prompt):
     """vLLM's balancer decides at how many, and what is left of the offer is given up then."""
     tokens = prompt(305)
-    params = server.offer(tokens, 0, num_loads=2)
+    params = server.offer(tokens, rank=0, num_loads=2)
     before = server.by_engine("kvferry_load_seconds_count")
     how = {"n": 4, "temperature": 1, "seed": 7, "kv_transfer_params": params}
-    ends = [choice["finish_reason"] for choice in server.complete(tokens, 8, ANY, **how)["choices"]]
+    ends = [choice["finish_reason"] for choice in server.complete(tokens, **how).choices]
     assert ends == ["length"] * 4
     loads = server.by_engine("kvferry_load_seconds_count") - before
     assert set(loads.values()) == {1}
     released = {**params, "do_remote_prefill": False, "do_release": True}
-    server.complete([0], 1, 0, kv_transfer_params=released)
+    server.complete([0], 1, rank=0, kv_transfer_params=released)
     deadline = time.monotonic() + SOON_S
     while any(server.by_engine("kvferry_live_leases").values()):
         assert time.monotonic() < deadline
@@ -164,7 +118,7 @@ def test_samples_at_all_engines_load_one_offer(server, prompt):
 
 def test_one_offer_is_loaded_by_each_of_two_engines(server, shm_pair, prompt):
     tokens = prompt(306)
-    params = server.offer(tokens, 0, num_loads=3)
+    params = server.offer(tokens, rank=0, num_loads=3)
     before = server.by_engine("kvferry_load_seconds_count")
     for answer in (
         *(server.answer(tokens, params, rank) for rank in RANKS),

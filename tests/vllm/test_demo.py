@@ -17,17 +17,16 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("connector", "mechanism"), [("shm", "mapped"), ("zeromq", "tcp"), ("ucx", "ucx:")])
-def test_the_pair_answers_like_one_node(tmp_path, connector, mechanism):
+def test_the_pair_answers_like_one_node(tmp_path):
     report = tmp_path / "report.json"
-    options = ("--engine", "vllm", "--connector", connector, "--max-tokens", "8", "--json", str(report))
+    options = ("--engine", "vllm", "--connector", "zeromq", "--max-tokens", "8", "--json", str(report))
     command = [sys.executable, "-m", "kvferry", "demo", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     requests = json.loads(report.read_text())["requests"]
     assert [request["way"] for request in requests] == ["default", "in turn"] * 2
     assert all(request["kv_bytes"] and request["loaded_tokens"] for request in requests)
-    assert f"mechanism {mechanism}" in done.stdout
+    assert "mechanism tcp" in done.stdout
 
 
 def test_the_example_of_two_servers_and_a_router_answers(tmp_path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.explain import ask
-from kvferry.lab.engine.default_model import default_model_folder
-from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, start_vllm
+from kvferry.lab.servers import LaunchedProcess, Launcher
 from kvferry.router.seen.explain import Told, tell
 from tests.support.client import Client
-from tests.support.slow_vllm_connector import FOLDER_VARIABLE, SLOW_S
+from tests.support.slow_vllm_connector import SLOW_S
+
+from .conftest import START_S, SlowPair
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-START_S = 400.0
 NUM_TOKENS = 300
 #: How a busy machine may change a part from one request to the next, in seconds. It is far less than
 #: `SLOW_S`.
@@ -48,11 +47,9 @@ class Explained:
 
 
 class Pair:
-    """A router, a prefill server and a decode server of the default model, whose prompts take a second on a
-    CPU.
-    """
+    """A router before a pair of servers that a test can slow down."""
 
-    def __init__(self, router: LaunchedProcess, places: dict[str, Path]) -> None:
+    def __init__(self, router: LaunchedProcess, places: Mapping[str, Path]) -> None:
         self._router = router
         self._places = places
         self._dice = random.Random(7)
@@ -88,30 +85,11 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    transfer = {
-        **KVFERRY,
-        "kv_connector": "SlowConnector",
-        "kv_connector_module_path": "tests.support.slow_vllm_connector",
-        "kv_load_failure_policy": "fail",
-    }
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    places = {role: tmp_path_factory.mktemp(role) for role in ("prefill", "decode")}
+def pair(slow_pair: SlowPair) -> Iterator[Pair]:
     with Launcher() as launcher:
-        servers = [
-            start_vllm(
-                launcher,
-                f"{role} server",
-                str(default_model_folder()),
-                transfer=transfer,
-                environment={"PYTHONPATH": path, FOLDER_VARIABLE: str(folder)},
-            )
-            for role, folder in places.items()
-        ]
-        launcher.wait_ready(servers, START_S)
-        router = launcher.start_router("router", servers[:1], servers[1:], "--dev")
+        router = launcher.start_router("router", slow_pair.servers[:1], slow_pair.servers[1:], "--dev")
         router.wait_ready(START_S)
-        yield Pair(router, places)
+        yield Pair(router, slow_pair.places)
 
 
 def test_the_parts_are_all_of_the_time_until_the_first_token(pair: Pair) -> None:

@@ -2,30 +2,24 @@
 alike.
 
 KVFERRY_LOSSES is how many servers are frozen; a quarter as many are killed, because a start takes half a
-minute. CONNECTORS names the transports.
+minute.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from contextlib import ExitStack
 from operator import attrgetter
 
 import pytest
 
-from kvferry.lab.servers import KVFERRY, run_program
+from kvferry.lab.servers import run_program
 from tests.support.chaos.services import Service
 from tests.support.losses import NUM_LOSSES, SEED, START_S, Fleet, learn, lose_nodes
-from tests.support.vllm_servers import Server, VllmService
+from tests.support.vllm_servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 60 * NUM_LOSSES)]
 
 NUM_KILLS = -(-NUM_LOSSES // 4)
-ARGUMENTS = (
-    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "4"),
-    *("--enforce-eager", "--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "64"),
-)
 CHECKS = ("--check-interval-s", "0.3", "--check-timeout-s", "10")
 #: For servers that are frozen. One that is busy answers later than a small reference node.
 IMPATIENT = ("--check-timeout-s", "3")
@@ -45,88 +39,48 @@ LOADS = "kvferry_load_seconds_count"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
-    """In place of the check of each test: the servers are the module's, and a test starts those anew that it
+    """In place of the check of each test: the servers are the session's, and a test starts those anew that it
     has killed.
     """
 
 
-@pytest.fixture(scope="module", params=os.environ.get("CONNECTORS", "shm").split())
-def servers(model, request):
-    """A prefill server and two decode servers."""
-    with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
-        environment.setenv("OMP_NUM_THREADS", "1")
-        transfer = {**KVFERRY, "kv_connector_extra_config": {"transport": request.param}}
-        found = []
-        for name in ("prefill", "decode 1", "decode 2"):
-            found.append(stack.enter_context(VllmService(name, model, ARGUMENTS, transfer)))
-        for server in found:
-            server.wait_ready(START_S)
-        yield found
-
-
 @pytest.fixture(scope="module")
-def questions(servers):
+def questions(served):
     """Questions with one right answer each."""
-    return list(itertools.islice(_learned(servers[0]), NUM_QUESTIONS))
+    return list(itertools.islice(_learned(served[0]), NUM_QUESTIONS))
 
 
 def _learned(server):
     for number in itertools.count():
-        body = {"model": "model", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-        body |= BODIES[number % len(BODIES)]
-        if "messages" in body:
-            body["messages"] = [{"role": "user", "content": f"{number} {TEXT}"}]
-        else:
-            asked = body["prompt"]
-            body["prompt"] = f"{number} {asked}" if isinstance(asked, str) else [number, *asked]
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        if question := learn(server.process, path, body):
+        if question := learn(server.process, *asked(number)):
             yield question
 
 
-@pytest.fixture
-def start_fleet(tmp_path):
-    """Start a router before the servers. `urls` are its options with their addresses."""
-    with ExitStack() as stack:
-
-        def start(servers, mortals, options, *more):
-            urls = [
-                word
-                for option, server in zip(options, servers, strict=True)
-                for word in (option, server.process.url)
-            ]
-            router = Service("router", run_program, "router", (*urls, *CHECKS, *more), tmp_path, tmp_path)
-            stack.enter_context(router)
-            router.wait_ready(START_S)
-            fleet = Fleet(servers, mortals, router, tmp_path / "router (1).log")
-            fleet.await_ready()
-            return fleet
-
-        yield start
+def asked(number, **more):
+    """Return the path and the body of a request for an answer."""
+    body = {"model": "model", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    body |= {**BODIES[number % len(BODIES)], **more}
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": f"{number} {TEXT}"}]
+        return "/v1/chat/completions", body
+    prompt = body["prompt"]
+    body["prompt"] = f"{number} {prompt}" if isinstance(prompt, str) else [number, *prompt]
+    return "/v1/completions", body
 
 
 @pytest.mark.parametrize(("kind", "num_losses"), [("freeze", NUM_LOSSES), ("kill", NUM_KILLS)])
-def test_answers_outlive_their_decode_server(servers, questions, start_fleet, kind, num_losses):
-    options = IMPATIENT if kind == "freeze" else ()
-    fleet = start_fleet(servers, servers[1:], ("--prefill", "--decode", "--decode"), *options)
-    report = lose_nodes(fleet, questions, kind, num_losses, attrgetter("num_known"))
+def test_answers_outlive_their_decode_server(served, questions, tmp_path, kind, num_losses):
+    roles = zip(("--prefill", "--decode", "--decode"), served, strict=True)
+    urls = [word for option, server in roles for word in (option, server.process.url)]
+    options = (*urls, *CHECKS, *(IMPATIENT if kind == "freeze" else ()))
+    with Service("router", run_program, "router", options, tmp_path, tmp_path) as router:
+        router.wait_ready(START_S)
+        fleet = Fleet(served, served[1:], router, tmp_path / "router (1).log")
+        fleet.await_ready()
+        report = lose_nodes(fleet, questions, kind, num_losses, attrgetter("num_known"))
     print(f"\nseed {SEED}: {report}")
     assert not report.problems, "\n".join(report.problems)
     assert report.num_known, "no stream went on at another server"
-    assert all(Server(server.process).metric(LOADS) > 0 for server in servers[1:]), (
+    assert all(Server(server.process).metric(LOADS) > 0 for server in served[1:]), (
         "prompts come from the prefill server"
     )
-
-
-def test_without_a_prefill_server_the_prompt_is_computed_again(servers, questions, start_fleet):
-    """The control: the same losses, but no cache is handed over.
-
-    Reference nodes count how many tokens that costs.
-    """
-    before = [Server(server.process).metric(LOADS) for server in servers[:1]]
-    fleet = start_fleet(servers, servers[1:], ["--node"] * 3, "--placement", "never")
-    report = lose_nodes(fleet, questions, "kill", NUM_KILLS, attrgetter("num_known"))
-    print(f"\nseed {SEED}: {report}")
-    assert not report.problems, "\n".join(report.problems)
-    assert report.num_known, "no stream went on at another server"
-    assert [Server(server.process).metric(LOADS) for server in servers[:1]] == before

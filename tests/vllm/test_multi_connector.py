@@ -219,12 +219,6 @@ class TestEngines:
         forget()
         pair.assert_ended_by(policy, failed, others)
 
-    def test_a_failed_load_of_kvferry_ends_by_the_policy(self, pair, prompt, forget, policy):
-        tokens = prompt(100)
-        answer = pair.decode.ask(next(pair.names), tokens, 8, VALID)
-        forget()
-        pair.assert_ended_by(policy, answer, tokens)
-
     def test_blocks_are_kept_until_every_child_is_done(self, pair, prompt, forget, is_at_rest):
         """Two children hold the blocks of one request, whichever of them ends first."""
         tokens = prompt(400)

@@ -13,12 +13,13 @@ import pytest
 
 from kvferry.lab.demo.report import Way
 from kvferry.lab.engine.default_model import default_model_folder
-from kvferry.lab.servers import KVFERRY, Launcher, start_vllm
+from kvferry.lab.servers import Launcher
 from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server
+
+from .conftest import START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-START_S = 400.0
 BENCH_S = 900.0
 #: Seconds within which unused blocks must be freed. It is less than an offer's lease of 30 s.
 SOON_S = 10.0
@@ -43,35 +44,24 @@ ARGUMENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """A prefill and a decode server of the default model, whose prompts take a second or more on a CPU."""
-    model, transfer = str(default_model_folder()), {**KVFERRY, "kv_load_failure_policy": "fail"}
-    with Launcher() as launcher:
-        servers = [
-            start_vllm(launcher, f"{role} server", model, transfer=transfer) for role in ("prefill", "decode")
-        ]
-        launcher.wait_ready(servers, START_S)
-        yield servers
-
-
 @pytest.mark.parametrize("way", Way)
-async def test_every_request_succeeds(way, pair, tmp_path):
-    decode = Server(pair[1])
+async def test_every_request_succeeds(way, slow_pair, tmp_path):
+    prefill, decode = slow_pair.servers
+    server = Server(decode)
     with Launcher() as launcher:
-        router = launcher.start_router("router", pair[:1], pair[1:], *way.router_arguments)
+        router = launcher.start_router("router", [prefill], [decode], *way.router_arguments)
         router.wait_ready(START_S)
-        before = decode.metric(LOADS), decode.metric(FAILURES)
+        before = server.metric(LOADS), server.metric(FAILURES)
         result = await _bench(router.url, tmp_path)
     assert (result["completed"], result["failed"]) == (NUM_REQUESTS, 0), result["errors"]
     assert result["output_lens"] == [32] * NUM_REQUESTS
-    assert decode.metric(LOADS) - before[0] >= NUM_REQUESTS
-    assert decode.metric(FAILURES) == before[1]
+    assert server.metric(LOADS) - before[0] >= NUM_REQUESTS
+    assert server.metric(FAILURES) == before[1]
 
 
-def test_a_refused_request_frees_the_prefill_servers_blocks(pair):
+def test_a_refused_request_frees_the_prefill_servers_blocks(slow_pair):
     """For a request that vLLM answers with 400, it sends its engine another request that ends at once."""
-    prefill, decode = map(Server, pair)
+    prefill, decode = map(Server, slow_pair.servers)
     tokens = [7] * 300
     params = prefill.offer(tokens)
     prefill.wait_for(USAGE, lambda usage: usage > 0)

@@ -8,23 +8,20 @@ import json
 import re
 import shutil
 import time
-from types import SimpleNamespace
+from contextlib import ExitStack
 
 import pytest
 
-from kvferry.lab.servers import KVFERRY, Launcher, free_port, start_vllm
+from kvferry.lab.servers import Launcher
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import scale_tensor
+from tests.support.vllm_servers import FAILURES, LOADS, Server
 from tests.support.vllm_servers import USAGE as USAGE_OF_CACHE
-from tests.support.vllm_servers import Server
+
+from .conftest import START_S, service_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-START_S = 400.0
-ARGUMENTS = (
-    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "4"),
-    *("--enforce-eager", "--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "64"),
-)
 #: More than one chunk, also by the router's estimate.
 LONG = "A ferry carries a box from one quay to the other. " * 7
 USAGE = {"stream_options": {"include_usage": True}}
@@ -40,34 +37,34 @@ MORE = {
     # offset").
     "seeded": {"prompt": "s" + LONG[:40], "temperature": 0.9, "seed": 4},
     "stop texts": {"prompt": "t" + LONG, "stop": ["qq"]},
-    "longer than the model": {"prompt": [66] * 500, "max_tokens": 12},
+    "longer than the model": {"prompt": [66] * 1524, "max_tokens": 12},
     "penalties": {"prompt": "p" + LONG, "presence_penalty": 1.0},
     "token ids": {"prompt": "i" + LONG, "return_token_ids": True},
 }
 
 
 @pytest.fixture(scope="module")
-def servers(model):
-    """A launcher, and a prefill and a decode server."""
-    with Launcher() as launcher:
-        servers = [
-            start_vllm(launcher, f"{role} server", str(model), ARGUMENTS) for role in ("prefill", "decode")
-        ]
-        launcher.wait_ready(servers, START_S)
-        yield launcher, servers
+def servers(served):
+    """A prefill and a decode server."""
+    return [server.process for server in served[:2]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def num_failures(servers):
+    """Loads of the decode server that have failed in other modules."""
+    return Server(servers[1]).metric(FAILURES)
 
 
 @pytest.fixture(scope="module", params=["auto", "off"])
 def pair(request, servers):
     """A router, which asks both servers at once or one after the other, and the decode server by itself."""
-    launcher, (prefill, decode) = servers
-    router = launcher.start_router("router", [prefill], [decode], "--rendezvous", request.param)
-    launcher.wait_ready([router], START_S)
-    clients = Client(router), Client(decode)
-
-    # The router knows by now where the prefill server can be reached.
-    ask(clients[0], {"prompt": "x", "max_tokens": 1}, "warm-up")
-    return clients
+    prefill, decode = servers
+    with Launcher() as launcher:
+        router = launcher.start_router("router", [prefill], [decode], "--rendezvous", request.param)
+        clients = Client(router.wait_ready(START_S)), Client(decode)
+        # The router knows after this where the prefill server can be reached.
+        ask(clients[0], {"prompt": "x", "max_tokens": 1}, "warm-up")
+        yield clients
 
 
 def ask(client, body, name):
@@ -116,19 +113,20 @@ def test_other_streams_are_one_servers_too(pair, name):
 
 
 @pytest.fixture(scope="module")
-def others(servers, model, tmp_path_factory):
+def others(model, tmp_path_factory):
     """Decode servers with other weights, as after half a rolling update; by their load failure policy."""
-    launcher, _ = servers
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(model, folder)
     for layer in range(2):
         scale_tensor(folder, f"model.layers.{layer}.mlp.up_proj.weight", -1.5)
-    started = {}
-    for policy in ("recompute", "fail"):
-        transfer = {**KVFERRY, "kv_role": "kv_consumer", "kv_load_failure_policy": policy}
-        started[policy] = start_vllm(launcher, f"other server ({policy})", str(folder), ARGUMENTS, transfer)
-    launcher.wait_ready(started.values(), START_S)
-    return started
+    with ExitStack() as stack:
+        started = {
+            policy: stack.enter_context(service_of(policy, folder, "kv_consumer", policy))
+            for policy in ("recompute", "fail")
+        }
+        for server in started.values():
+            server.wait_ready(START_S)
+        yield {policy: server.process for policy, server in started.items()}
 
 
 @pytest.fixture
@@ -145,7 +143,7 @@ def launcher():
 
 @pytest.mark.parametrize("rendezvous", ["auto", "off"])
 def test_servers_with_other_weights_share_no_answer(launcher, servers, other, rendezvous):
-    _, (prefill, _) = servers
+    prefill, _ = servers
     router = launcher.start_router("unequal", [prefill], [other], "--rendezvous", rendezvous)
     launcher.wait_ready([router], START_S)
     client, own, others = Client(router), Client(prefill), Client(other)
@@ -158,24 +156,9 @@ def test_servers_with_other_weights_share_no_answer(launcher, servers, other, re
     assert num_contrary, "both models begin each answer with the same text, so this shows nothing"
 
 
-def test_a_decode_server_is_refused_as_a_prefill_server(launcher, servers, other):
-    _, (prefill, decode) = servers
-    router = launcher.start_router("of two roles", [prefill, other], [decode]).wait_ready(START_S)
-    client = Client(router)
-    wait_until(lambda: "unknown" not in states(client))
-    assert states(client) == ["ready", "refused", "ready"]
-    nodes = json.loads(client.get("/nodes")[1])["nodes"]
-    assert [node["kv_role"] for node in nodes] == ["kv_both", "kv_consumer", "kv_both"]
-    assert all(node["models"] == ["model"] for node in nodes)
-    asked = Server(other).metric("vllm:request_success_total")
-    for number in range(4):
-        assert ask(client, {"prompt": f"{number} of two roles: {LONG}"}, f"roles-{number}")[0] == 200
-    assert Server(other).metric("vllm:request_success_total") == asked
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_offer_of_a_refused_stream_is_released_before_its_lease_ends(launcher, servers, others, path):
-    _, (prefill, _) = servers
+    prefill, _ = servers
     router = launcher.start_router("failing", [prefill], [others["fail"]]).wait_ready(START_S)
     wait_until(lambda: states(Client(router)) == ["ready", "ready"])
     # Servers that recompute what they refuse tell no router, so offers of earlier tests stay until their
@@ -203,22 +186,7 @@ def states(client):
     return [node["state"] for node in json.loads(client.get("/nodes")[1])["nodes"]]
 
 
-def test_a_decode_server_answers_alone_if_it_computes_what_it_cannot_load(launcher, other):
-    """The router learns the policy from the server, which has no `/ready`."""
-    gone = SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
-    router = launcher.start_router("without a prefill server", [gone], [other])
-    launcher.wait_listening([router], START_S)
-    client = Client(router)
-    wait_until(lambda: client.get("/ready")[0] == 200)
-    assert ask(client, {"prompt": "alone"}, "alone")[0] == 200
-    (load,) = (
-        node["load"] for node in json.loads(client.get("/nodes")[1])["nodes"] if node["role"] == "decode"
-    )
-    assert load["running"] + load["waiting"] <= 1
-    assert 0 <= load["pool_usage"] <= 1
-
-
-def test_every_offer_ends(pair):
-    _, alone = pair
-    assert re.search(rb"kvferry_load_seconds_count\S* [1-9]", alone.get("/metrics")[1])
-    assert not re.search(rb"kvferry_load_failures_total\S* [1-9]", alone.get("/metrics")[1])
+def test_every_offer_ends(pair, servers, num_failures):
+    decode = Server(servers[1])
+    assert decode.metric(LOADS) > 0
+    assert decode.metric(FAILURES) == num_failures

@@ -7,19 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+from .test_failures import VALID
 
-NOBODY = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "somebody",
-    "remote_epoch": "1f",
-    "remote_request_id": "r",
-    "remote_lease": "1",
-    "remote_addresses": ["shm://@nobody-listens-here"],
-    "remote_num_tokens": 100,
-    "remote_block_ids": [[1, 2, 3, 4]],
-    "tp_size": 1,
-}
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -50,7 +40,7 @@ def test_one_loads_for_all(pair, prompt, queued):
 def test_the_policy_holds_for_all(pair, prompt, policy, queued):
     tokens = prompt(100)
     with pair.busy(pair.decode):
-        names = queued(tokens, NOBODY)
+        names = queued(tokens, VALID)
     for name in names:
         pair.assert_ended_by(policy, pair.decode.result(name), tokens)
 

@@ -24,11 +24,10 @@ def large_model(tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module", params=["reference", "vllm"])
-def running_pair(request, start_module_pair, large_model):
+@pytest.fixture(scope="module")
+def running_pair(start_module_pair, large_model):
     """Nodes that run one request at a time, each prompt in one step."""
     return start_module_pair(
-        host=request.param,
         model=large_model,
         max_model_len=4000,
         max_num_seqs=1,

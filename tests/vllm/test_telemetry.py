@@ -17,6 +17,12 @@ LABELS = {
     "zeromq": {"transport": "zeromq", "mechanism": "tcp"},
     "ucx": {"transport": "ucx"},
 }
+FIGURES = (
+    "kvferry_load_seconds_count",
+    "kvferry_load_bytes_sum",
+    "kvferry_load_blocks_sum",
+    "kvferry_load_regions_sum",
+)
 
 
 @pytest.fixture(
@@ -32,41 +38,25 @@ def transport(request):
 
 
 @pytest.fixture(scope="session")
-def running_pair(request, transport):
-    return request.getfixturevalue(f"{transport}_pair")
+def running_pair(pair_over, transport):
+    return pair_over(transport)
 
 
-def test_the_mechanism_is_visible(pair, prompt, transport):
+def test_both_nodes_count_and_the_mechanism_is_visible(pair, prompt, transport):
     """Over shared memory, blocks are read directly from vLLM's pool, if vLLM lets the transport
     allocate it.
     """
     labels = LABELS[transport]
     if transport == "shm" and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
         labels = labels | {"mechanism": "process_vm_readv"}
-    before = pair.decode.metric("kvferry_load_seconds_count", **labels)
+    before = {name: pair.decode.metric(name, **labels) for name in FIGURES}
+    delivered = pair.prefill.metric("kvferry_offers_delivered_total")
     pair.hand_over(prompt(100))
-    assert pair.decode.metric("kvferry_load_seconds_count", **labels) == before + 1
-
-
-def test_each_transfer_is_measured(pair, prompt):
-    before = {name: pair.decode.metric(name) for name in FIGURES}
-    pair.hand_over(prompt(100))
-    assert all(pair.decode.metric(name) > value for name, value in before.items())
-
-
-FIGURES = (
-    "kvferry_load_seconds_count",
-    "kvferry_load_bytes_sum",
-    "kvferry_load_blocks_sum",
-    "kvferry_load_regions_sum",
-)
-
-
-def test_both_sides_count(pair, prompt):
-    before = pair.prefill.metric("kvferry_offers_delivered_total")
-    pair.hand_over(prompt(100))
+    added = {name: pair.decode.metric(name, **labels) - value for name, value in before.items()}
+    assert added.pop("kvferry_load_seconds_count") == 1
+    assert all(added.values())
     pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
-    assert pair.prefill.metric("kvferry_offers_delivered_total") == before + 1
+    assert pair.prefill.metric("kvferry_offers_delivered_total") == delivered + 1
     assert pair.prefill.metric("kvferry_live_leases") == pair.decode.metric("kvferry_live_loads") == 0
 
 
@@ -78,10 +68,8 @@ def recomputing(start_module_pair):
 @pytest.mark.slow
 def test_a_node_counts_what_became_of_each_offer(recomputing, prompt):
     """So behind any router, too, an operator sees that a pair does nothing."""
-    pair, tokens = (
-        recomputing,
-        prompt(97),
-    )  # three blocks, which may be cached, and the token that is always computed
+    pair = recomputing
+    tokens = prompt(97)  # three blocks, which may be cached, and the token that is always computed
 
     def counted():
         return {each: pair.decode.metric(OFFERED.name, outcome=each) for each in OFFERED.values}

@@ -10,23 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.connector.config import KVTransferConfig
-from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.connector.p2p.orders import WorkerAddress
-from kvferry.connector.p2p.scheduler import HandoffScheduler
-from kvferry.connector.vllm.metadata import WorkerHandshake
-from kvferry.connector.vllm.scheduler import SchedulerSide
-from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.weights import (
     UNKNOWN,
     LoadedWeights,
     WeightsWatch,
     digest_of,
-    files_in_worker,
-    stamp_in_worker,
     sums_of,
 )
-from kvferry.connector.vllm.windows import WindowBlocks
+from tests.vllm.test_adapter import _side
 
 
 class Model(torch.nn.Module):
@@ -122,104 +113,13 @@ def test_a_view_is_hashed_with_the_memory_around_it() -> None:
     assert digest_of(whole[2:4]) != before
 
 
-class Workers:
-    """Runs functions in two workers in turn, as vLLM's executors do, and notes what they describe to
-    peers.
-    """
-
-    def __init__(self) -> None:
-        self.models = [Model(1), Model(2)]
-        self.loaded = [LoadedWeights(), LoadedWeights()]
-        self.files = "files"
-        self.described: list[str] = []
-
-    def run(self, function: Callable[..., str], timeout_s: float, arguments: tuple[object, ...] = ()) -> list:
-        if function is stamp_in_worker:
-            pairs = zip(self.loaded, self.models, strict=True)
-            return [loaded.stamp(model, is_loaded_anew=bool(arguments[0])) for loaded, model in pairs]
-        if function is files_in_worker:
-            return [self.files, self.files]
-        self.described.append(str(arguments[0]))
-        return [None, None]
-
-
-def make_side() -> SchedulerSide:
-    half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), KVCacheConfig(8, (), ()))
-    side = SchedulerSide(half, SharedOffers(True), WindowBlocks({}))
-    side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0), {"weights": "files"})})
-    return side
-
-
-class Node:
-    """An engine's watch over two workers."""
-
-    def __init__(self) -> None:
-        self.workers, self.side = Workers(), make_side()
-        self.watch = WeightsWatch(self.workers.run, [self.side])
-
-    def call(self, change: Callable[[Model], object] = lambda model: None, rank: int = 1) -> None:
-        self.watch.before_call()
-        change(self.workers.models[rank])
-        self.watch.after_call()
-
-
-def test_two_nodes_describe_equal_changes_equally() -> None:
-    first, second = Node(), Node()
-    for node in (first, second):
-        node.call()
-        assert node.workers.described == []
-        node.call(CHANGES["an element"])
-    assert first.workers.described == second.workers.described
-    assert first.side.identity == second.side.identity != ""
-    first.call(CHANGES["an element"], rank=0)
-    assert first.workers.described[-1] != second.workers.described[-1]
-
-
-def test_a_node_that_has_computed_is_unknown_until_its_prefix_cache_is_reset() -> None:
-    node, twin = Node(), Node()
-    for each in (node, twin):
-        each.side.has_computed = True
-        each.call(CHANGES["an element"])
-        assert each.side.identity == ""
-        assert "reset the prefix cache" in each.workers.described[-1]
-    # Two nodes that do not know their weights must not take each other for equal.
-    assert node.workers.described != twin.workers.described
-    node.call(CHANGES["a buffer"])
-    assert len(node.workers.described) == 1
-    node.watch.cache_was_reset()
-    assert "changed in memory to" in node.workers.described[-1]
-    assert node.side.identity != ""
-
-
-def test_weights_that_are_what_they_were_are_described_by_their_files_again() -> None:
-    node = Node()
-    before = node.side.identity
-    node.call(lambda model: model.linear.weight.data.mul_(2))
-    assert node.side.identity != before
-    node.call(lambda model: model.linear.weight.data.mul_(0.5))
-    assert node.side.identity == before
-    assert node.workers.described[-1] == "files"
-
-
-def test_other_files_are_described_with_what_they_were_loaded_over() -> None:
-    """Files need not have all weights of the model."""
-    descriptions = []
-    for change in (lambda model: None, CHANGES["an element"]):
-        node = Node()
-        node.call(change)
-        node.workers.files = "other files"
-        node.watch.before_call()
-        node.watch.after_reload()
-        descriptions.append(node.workers.described[-1])
-    assert all(text.startswith("other files, loaded over ") for text in descriptions)
-    assert len(set(descriptions)) == 2
-
-
 def test_a_worker_that_cannot_say_what_it_has_makes_the_node_unknown() -> None:
-    node = Node()
-    node.watch = WeightsWatch(_failing, [node.side])
-    node.call()
-    assert node.side.identity == ""
+    side = _side(fields={"weights": "files"})
+    assert side.identity != ""
+    watch = WeightsWatch(_failing, [side])
+    watch.before_call()
+    watch.after_call()
+    assert side.identity == ""
 
 
 def _failing(*_: object) -> list[str]:

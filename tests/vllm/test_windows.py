@@ -14,22 +14,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SHAPE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
 #: Drafts of tokens that followed the same token before. Most are wrong, so their slots are computed again.
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-#: Name → family, what its configuration has, the block size, and more settings of vLLM.
+#: Name → family, what its configuration has, and more settings of vLLM.
 MODELS = {
-    "window 64, block 32": ("gemma3", {"sliding_window": 64}, 32, {}),
-    "window 72, block 32": ("gemma3", {"sliding_window": 72}, 32, {}),
-    "window 40, block 32": ("gemma2", {"sliding_window": 40, "tie_word_embeddings": True}, 32, {}),
-    "window 56, block 32, other heads": ("gemma4", {"sliding_window": 56}, 32, {}),
-    "chunk 64, block 32": ("llama4", {"attention_chunk_size": 64}, 32, {}),
-    "chunk 96, block 32": ("llama4", {"attention_chunk_size": 96}, 32, {}),
-    "window 48, block 32, no other layers": ("mistral", {"sliding_window": 48}, 32, {}),
-    "window 64, block 32, drafts": ("gemma3", {"sliding_window": 64}, 32, {"speculative_config": DRAFTS}),
-    "chunk 64, block 32, drafts": (
-        "llama4",
-        {"attention_chunk_size": 64},
-        32,
-        {"speculative_config": DRAFTS},
-    ),
+    "window 72": ("gemma3", {"sliding_window": 72}, {}),
+    "window 40": ("gemma2", {"sliding_window": 40, "tie_word_embeddings": True}, {}),
+    "window 56, other heads": ("gemma4", {"sliding_window": 56}, {}),
+    "window 48, no other layers": ("mistral", {"sliding_window": 48}, {}),
+    "chunk 96": ("llama4", {"attention_chunk_size": 96}, {}),
+    "window 64, drafts": ("gemma3", {"sliding_window": 64}, {"speculative_config": DRAFTS}),
+    "chunk 64, drafts": ("llama4", {"attention_chunk_size": 64}, {"speculative_config": DRAFTS}),
 }
 #: From less than a window to more than two, with both sides of each edge of a block.
 LENGTHS = range(2, 200)
@@ -37,42 +30,23 @@ LENGTHS = range(2, 200)
 BATCH = 33
 
 
-#: The reference engine has no drafts.
-CASES = [
-    pytest.param((host, *case), id=f"{host}, {name}")
-    for host in ("vllm", "reference")
-    for name, case in MODELS.items()
-    if host == "vllm" or not case[-1]
-]
-
-
-@pytest.fixture(scope="module", params=CASES)
-def case(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def running_pair(case, start_module_pair, tmp_path_factory):
+@pytest.fixture(scope="module", params=MODELS)
+def running_pair(request, pair_of, tmp_path_factory):
     from tests.support.tiny_models import scale_tensor, write_tiny_model
 
-    host, family, look_back, block_size, more = case
+    family, look_back, more = MODELS[request.param]
     model = write_tiny_model(tmp_path_factory.mktemp("windows"), family, **SHAPE, **look_back)
     if look_back.get("tie_word_embeddings"):  # otherwise each token would repeat itself, whatever it sees
         scale_tensor(model, "model.embed_tokens.weight", 0.3)
-    return start_module_pair(
+    with pair_of(
         model=model,
-        host=host,
-        block_size=block_size,
         num_gpu_blocks_override=1024,
         max_num_seqs=BATCH,
         max_num_batched_tokens=128,  # so that most prompts are computed in chunks, and beside others
-        extra={
-            "lease_s": 60,
-            "connect_timeout_s": 40,
-            "claim_timeout_s": 40,
-        },
+        extra={"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40},
         **more,
-    )
+    ) as pair:
+        yield pair
 
 
 def _prompts(batch, seed=0):
@@ -137,9 +111,6 @@ class TestOtherWays:
             answers = _hand_over_at_once(pair, prompts)
         pair.assert_all_like_alone(prompts, answers)
 
-
-@pytest.mark.parametrize("batch", _batches()[-2:], ids=lambda batch: f"{batch[0]} to {batch[-1]}")
-class TestWhatIsHere:
     def test_prompts_longer_than_the_offer(self, pair, batch):
         prompts = _prompts(batch, seed=1)
         answers = _hand_over(pair, prompts, [[*prompt, 1, 2, 3] for prompt in prompts])
@@ -152,8 +123,67 @@ class TestWhatIsHere:
         answers = _hand_over(pair, prompts, prompts)
         pair.assert_all_like_alone(prompts, answers)
 
+    def test_prompts_that_were_preempted_before_they_are_offered(self, pair, batch):
+        """A prompt that loses its blocks is computed in others, and those of its windows are held then."""
+        prompts = _prompts(batch, seed=5)
+        names = [next(pair.names) for _ in prompts]
+        before = pair.prefill.order("figures")["num_preemptions"]
+        for name, tokens in zip(names, prompts, strict=True):
+            pair.prefill.start(name, tokens, 1, {"do_remote_decode": True})
+        pair.prefill.order("preempt")
+        assert pair.prefill.order("figures")["num_preemptions"] > before
+        offers = [pair.prefill.result(name)["params"] for name in names]
+        answers = pair.answers(pair.decode, prompts, 8, offers)
+        pair.assert_all_like_alone(prompts, answers)
+
     def test_prompts_that_were_handed_over_before(self, pair, batch):
         prompts = _prompts(batch, seed=3)
         _hand_over(pair, prompts, prompts)
         answers = _hand_over(pair, prompts, prompts)
+        pair.assert_all_like_alone(prompts, answers)
+
+
+def test_an_offer_that_was_already_read(pair, prompt, policy):
+    """With several groups, vLLM cannot be told about single invalid blocks.
+
+    It is told about the failed request.
+    """
+    tokens = prompt(200)
+    params = pair.prefilled(tokens)
+    pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.decode.order("forget")
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+class TestASmallPool:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running_pair(cls, pair_of, tmp_path_factory):
+        from tests.support.tiny_models import write_tiny_model
+
+        model = write_tiny_model(tmp_path_factory.mktemp("windows"), "gemma3", **SHAPE, sliding_window=64)
+        with pair_of(
+            model=model,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            decode={"num_gpu_blocks_override": 90},
+            extra={"rendezvous_wait_s": 4},
+        ) as pair:
+            yield pair
+
+    def test_loads_that_fail_together_do_not_wait_for_each_other(self, pair, prompt):
+        """Each holds what it was to load.
+
+        To compute its prompt it needs more: blocks of the windows that it would not load.
+        """
+        pair.decode.order("policy", policy="recompute")
+        where = pair.prefilled([7] * 40)
+        release = {**where, "do_remote_prefill": False, "do_release": True}
+        pair.prefill.ask(next(pair.names), [3], params=release)
+        prompts = [prompt(400, seed) for seed in range(10)]
+        # Nothing answers to these names, so all loads fail at the same time.
+        claims = [rendezvous_params(draw_offer_name(), where) for _ in prompts]
+        answers = pair.answers(pair.decode, prompts, 8, claims)
+        assert pair.decode.metric("kvferry_rendezvous_failures_total") >= 5
         pair.assert_all_like_alone(prompts, answers)
