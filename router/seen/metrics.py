@@ -80,7 +80,7 @@ class RouterMetrics:
         )
         self.placements = Counter(
             "kvferry_router_placements_total",
-            "Requests for which the router chose where the prompt is computed: local, at the node that answers; handover, elsewhere",
+            "Choices of where a prompt is computed: local, at the node that answers; handover, elsewhere",
             ["way"],
             registry=self._registry,
         )

@@ -43,10 +43,10 @@ def router_page() -> str:
     handoffs.pairs["http://p", "http://d"].counts["loaded"] += 1
     metrics = RouterMetrics(lambda: [UpstreamNode("prefill", "http://p")], handoffs)
     metrics.requests.labels("200").inc()
-    metrics.retries.labels("decode").inc()
-    note_piece = metrics.begin_stream(arrived_s=0.0)
-    note_piece("in_turn")
-    note_piece("in_turn")
+    for fact in metrics.facts:
+        metrics.facts[fact].inc()
+    metrics.note_piece("in_turn", 0.1, None)
+    metrics.note_piece("in_turn", 0.2, 0.1)
     return metrics.text().decode()
 
 
