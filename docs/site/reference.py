@@ -36,7 +36,7 @@ TRANSPORTS: Final[Mapping[str, Any]] = {
     scheme: load_transport(scheme).options_type for scheme in BUILT_IN if scheme != "inproc"
 }
 
-_NOTE: Final = "<!-- Written by docs/site/reference.py from the code. Change the code, then run `make docs-reference`. -->"
+_NOTE: Final = "<!-- Written by docs/site/reference.py from the code. Change the code, then run `make format`. -->"
 
 
 # -- what an option is -------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def main() -> int:
                 path.write_text(text)
     if check and stale:
         print(
-            f"docs: {', '.join(stale)} is not what the code says; run `make docs-reference`", file=sys.stderr
+            f"docs: {', '.join(stale)} is not what the code says; run `make format`", file=sys.stderr
         )
     return 1 if check and stale else 0
 

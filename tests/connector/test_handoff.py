@@ -19,8 +19,8 @@ from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing import built_in
 
 #: Built-in connectors differ only in their transport, which has a suite of its own. So `make test` drives one
-#: that maps memory, and one that sends messages. `make test-all` also drives one that copies in one process,
-#: and `make test-transports` these others.
+#: that maps memory, and one that sends messages. `make test ALL=1` also drives one that copies in one
+#: process, and `make test-transports` these others.
 OTHERS = set(BUILT_IN) - set(os.environ.get("CONNECTORS", "shm zeromq").split())
 IN_ONE_PROCESS = [] if "CONNECTORS" in os.environ else [pytest.param("inproc", marks=pytest.mark.full)]
 

@@ -1,6 +1,6 @@
 """The connector in the table of NVIDIA Dynamo, tested on Dynamo's own function.
 
-`make control-planes` gets Dynamo's package.
+`make tools` gets Dynamo's package.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forget_dynamo() -> Iterator[None]:
 def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Dynamo's own module with the table."""
     if not BUILT.is_dir():
-        pytest.skip("Dynamo is not installed; `make control-planes` gets its package")
+        pytest.skip("Dynamo is not installed; `make tools` gets its package")
     monkeypatch.syspath_prepend(BUILT)
     invalidate_caches()
     return import_module(TABLE_MODULE)

@@ -1,4 +1,4 @@
-"""vllm-router, the router of the vLLM project, in front of reference nodes. `make control-planes` gets it.
+"""vllm-router, the router of the vLLM project, in front of reference nodes. `make tools` gets it.
 
 In its mode for prefill and decode nodes it neither retries a request nor uses its circuit breakers; both work
 in its plain mode. So the tests put a plain one in front of two that have a pair of nodes each, as
@@ -36,7 +36,8 @@ from tests.support.client import TIMEOUT_S, Client, Reply, wait_until
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
-        find_vllm_router() is None, reason="vllm-router is not installed; `make control-planes` gets it"
+        find_vllm_router() is None,
+        reason="vllm-router is not installed; `make tools` gets it",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm and checked without a cluster. `make helm` gets what these tests need."""
+"""The Helm chart, rendered by Helm and checked without a cluster. `make tools` gets what these tests need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.deployments import (
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
-pytestmark = pytest.mark.skipif(not helm() or not kubernetes_schemas(), reason="`make helm` was not run")
+pytestmark = pytest.mark.skipif(not helm() or not kubernetes_schemas(), reason="`make tools` was not run")
 
 VALUES = sorted(EXAMPLES.glob("*.yaml"))
 #: The oldest version that Chart.yaml admits, and the newest that the schemas know.

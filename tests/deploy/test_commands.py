@@ -18,7 +18,7 @@ from tests.support.client import wait_until
 from tests.support.deployments import EXAMPLES, helm, ready_roles, render, running_pods
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(not helm(), reason="`make helm` was not run")]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not helm(), reason="`make tools` was not run")]
 
 PROMPT = "A box that holds a box. " * 4
 #: Small nodes. `{model}` is the folder of the model.

@@ -2,7 +2,7 @@
 
 A test that needs a pair of nodes is written once for all transports (the fixture `transport`). The variable
 CONNECTORS names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, all run over shared memory
-in `make test`, and those marked `every_transport` over each transport in `make test-all`.
+in `make test`, and those marked `every_transport` over each transport in `make test ALL=1`.
 """
 
 from __future__ import annotations

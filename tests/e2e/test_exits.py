@@ -22,7 +22,7 @@ from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.full
 
-#: What `make rdma-libraries` downloads.
+#: What `make tools` downloads.
 LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "rdma-libraries"
 START_TIMEOUT_S = 110.0
 END_S = 20.0
@@ -46,7 +46,7 @@ def spawn() -> Iterator[Spawn]:
     """Start nodes that find the libraries of RDMA, without installing them."""
     folders = [*LIBRARIES.glob("usr/lib/*"), *LIBRARIES.glob("lib/*")]
     if not folders:
-        pytest.skip("no build/rdma-libraries: run `make rdma-libraries`")
+        pytest.skip("no build/rdma-libraries: run `make tools`")
     with pytest.MonkeyPatch.context() as patch:
         path = [*map(str, folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         patch.setenv("LD_LIBRARY_PATH", os.pathsep.join(path))
@@ -56,7 +56,7 @@ def spawn() -> Iterator[Spawn]:
 
 
 def loads_libraries(node: LaunchedProcess) -> bool:
-    """Return whether a process has loaded the libraries of `make rdma-libraries`."""
+    """Return whether a process has loaded the libraries of `make tools`."""
     maps = Path(f"/proc/{node.pid}/maps").read_text()
     return re.search(rf"{re.escape(str(LIBRARIES))}/\S*/libibverbs\.so", maps) is not None
 

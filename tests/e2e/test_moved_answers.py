@@ -1,6 +1,6 @@
 """Answers outlive the nodes that compute them: another node goes on, and the client sees no difference.
 
-KVFERRY_LOSSES is how many nodes each test loses. `make soak-losses` loses 60.
+KVFERRY_LOSSES is how many nodes each test loses. `make soak LOSSES=60` loses 60.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Programs of others talk to a pair as they are: an evaluation harness and a load generator.
 
-See `make test-tools`.
+See `make build/tools/.ready`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ TOOLS = Path(__file__).parents[2] / "build" / "tools" / "bin"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not (TOOLS / "lm_eval").exists(), reason="not installed: `make test-tools` does it"),
+    pytest.mark.skipif(
+        not (TOOLS / "lm_eval").exists(), reason="not installed: `make build/tools/.ready` does it"
+    ),
 ]
 
 #: The model's tokenizer has one token per byte, so that a test can count tokens.

@@ -70,10 +70,10 @@ def test_names_follow_prometheus_conventions(node_page: str, router_page: str) -
 
 
 def test_the_page_in_docs_is_what_the_code_declares(node_page: str, router_page: str) -> None:
-    """`make docs-reference` sets the variable, and so writes the rows of the page."""
+    """`make format` sets the variable, and so writes the rows of the page."""
     written = DOCS.read_text()
     expected = with_rows(written, declared(node_page) | declared(router_page))
     if "KVFERRY_WRITE_DOCS" in os.environ:
         DOCS.write_text(expected)
     else:
-        assert written.splitlines() == expected.splitlines(), "docs/observing.md: run `make docs-reference`"
+        assert written.splitlines() == expected.splitlines(), "docs/observing.md: run `make format`"

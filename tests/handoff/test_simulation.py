@@ -93,7 +93,7 @@ def test_no_handoff_between_several_ranks_waits_for_a_deadline(spreads: tuple[Sp
 def in_blocks(first: int, end: int, size: int) -> list[Any]:
     """Return the first seeds of blocks of schedules.
 
-    `make test` explores one block, and `make test-all` the others.
+    `make test` explores one block, and `make test ALL=1` the others.
     """
     return [first, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(first + size, end, size))]
 

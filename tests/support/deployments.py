@@ -33,7 +33,7 @@ from kvferry.lab.client import totals_of
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvferry"
 EXAMPLES = ROOT / "deploy" / "helm" / "examples"
-#: What `make helm` downloads.
+#: What `make tools` downloads.
 TOOLS = ROOT / "build" / "helm"
 RELEASE = "ferry"
 NAMESPACE = "inference"

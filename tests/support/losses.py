@@ -2,7 +2,7 @@
 is counted.
 
 Clients ask questions whose answers are known. Meanwhile nodes are killed and started again, or frozen for a
-while. `make soak-losses` loses many.
+while. `make soak LOSSES=60` loses many.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def program(name: str) -> str:
     """Return the path of `prometheus` or `promtool`; skip the test if there is none."""
     found = shutil.which(name) or ((BUILD / name).is_file() and str(BUILD / name))
     if not found:
-        pytest.skip(f"{name} is not installed; `make promtool` gets it on Debian")
+        pytest.skip(f"{name} is not installed; `make tools` gets it on Debian")
     return found
 
 

@@ -23,7 +23,7 @@ from kvferry.transports.testing.reads import GuardPromises, MemoryPromises, Owne
 #:
 #: The other promises are kept by code that no option touches: the peer table, the checks of arguments, and
 #: the state machine of sliced reads, which `test_sliced` proves for every order and loss. `make test` asks
-#: each transport for them once, and `make test-all` with every option.
+#: each transport for them once, and `make test ALL=1` with every option.
 OF_AN_OPTION = {
     "test_bytes_arrive_unchanged",
     "test_scattered_regions_of_many_sizes",

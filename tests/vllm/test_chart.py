@@ -18,7 +18,7 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not helm(), reason="`make helm` was not run"),
+    pytest.mark.skipif(not helm(), reason="`make tools` was not run"),
 ]
 
 #: What vLLM needs on a CPU. The chart leaves it to `extraArgs` and `extraEnv`.

@@ -1,6 +1,6 @@
 """Two `vllm serve` with kvferry behind vllm-router, and behind what llm-d's sidecar sends.
 
-`tests/control_planes` has more of it, with reference nodes. `make control-planes` gets vllm-router.
+`tests/control_planes` has more of it, with reference nodes. `make tools` gets vllm-router.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def test_llm_ds_requests_are_handoffs(served: list[VllmService]) -> None:
 
 
 @pytest.mark.skipif(
-    find_vllm_router() is None, reason="vllm-router is not installed; `make control-planes` gets it"
+    find_vllm_router() is None,
+    reason="vllm-router is not installed; `make tools` gets it",
 )
 def test_requests_through_vllm_router_are_handoffs(served: list[VllmService]) -> None:
     prefill, decode = (server.process for server in served[:2])

@@ -13,7 +13,7 @@ mkdir -p "$build"
 tools="$PWD/$build/tools"
 "${PYTHON:-python3}" -m venv "$tools"
 export PATH="$tools/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
-pip install --quiet -r tools/release/requirements.txt
+pip install --quiet -r requirements/release.txt
 
 rm -rf dist "$build/raw"
 if [ $# = 0 ]; then
