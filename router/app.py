@@ -42,9 +42,8 @@ from .nodes.sources import NodeSource
 from .nodes.states import NodeState
 from .seen.accounts import Accounts
 from .seen.metrics import RouterMetrics
-from .seen.observer import Observer
 from .seen.page import Page
-from .seen.records import RecentRequests, RequestRecord, mark
+from .seen.records import Observer, RecentRequests, RequestRecord, mark
 
 logger = logging.getLogger(__name__)
 
@@ -273,8 +272,8 @@ class Router:
             {
                 "role": node.role,
                 "url": node.url,
-                "kv_role": node.kv_role or None,
-                "models": sorted(node.models) or None,
+                "kv_role": node.said.kv_role or None,
+                "models": sorted(node.said.models) or None,
                 "state": node.state.value,
                 "healthy": node.state is NodeState.READY,
                 "error": node.last_error,

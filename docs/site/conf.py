@@ -68,7 +68,7 @@ html_show_sphinx = False
 # Nothing is fetched from other hosts: furo uses the fonts of the reader's machine.
 html_theme_options = {"navigation_with_keys": True}
 
-# `make docs LINKS=1` looks at links to other hosts. Those to the repository and to examples are not looked at:
+# `make docs LINKS=1` looks at links to other hosts, but not at those to the repository and to examples:
 # the repository has no public address yet, and no example host answers.
 linkcheck_ignore = [re.escape(REPOSITORY), r"https?://(localhost|127\.0\.0\.1|10\.|[\w.-]+\.example)"]
 linkcheck_timeout = 20

@@ -36,7 +36,9 @@ TRANSPORTS: Final[Mapping[str, Any]] = {
     scheme: load_transport(scheme).options_type for scheme in BUILT_IN if scheme != "inproc"
 }
 
-_NOTE: Final = "<!-- Written by docs/site/reference.py from the code. Change the code, then run `make format`. -->"
+_NOTE: Final = (
+    "<!-- Written by docs/site/reference.py from the code. Change the code, then run `make format`. -->"
+)
 
 
 # -- what an option is -------------------------------------------------------------------------------
@@ -232,9 +234,7 @@ def main() -> int:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     if check and stale:
-        print(
-            f"docs: {', '.join(stale)} is not what the code says; run `make format`", file=sys.stderr
-        )
+        print(f"docs: {', '.join(stale)} is not what the code says; run `make format`", file=sys.stderr)
     return 1 if check and stale else 0
 
 

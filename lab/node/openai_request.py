@@ -14,7 +14,7 @@ from typing import Any
 from ...connector.p2p.params import CONTINUES, MOVE_AS
 from ...router.http.api_pages import fields_of
 from ...router.http.errors import bad_request
-from ...router.http.fields import Fields
+from ...router.http.json_body import Fields
 from ..engine.types import MAX_LOGPROBS, SamplingParams
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..http.errors import bad_request
-from ..http.fields import Fields
+from ..http.json_body import Fields
 from .beginnings import Beginning
 
 #: Most prompts per request.

@@ -8,11 +8,11 @@ and a whole answer is one JSON object.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..http.json_body import is_object
-from ..http.sse import Event
+from ..http.sse import Event, Filter
 
 #: In a text the quotes would be escaped, so these are keys.
 _REASON = re.compile(rb'"finish_reason":\s*"')
@@ -38,6 +38,7 @@ class Heard:
         has_said: It has sent more of an answer than its frame.
         has_usage: It has sent the counts of tokens that follow an answer, or an error, which has none.
         is_over: Nothing is missing: each choice has its reason, or the node has said why it failed.
+        change: Turns its events into those for the client.
     """
 
     def __init__(self, num_choices: int) -> None:
@@ -45,6 +46,7 @@ class Heard:
         self._names_reasons = False
         self._ended = set[int]()
         self.has_said = self.has_usage = self.is_over = False
+        self.change: Filter = _unchanged
 
     def objection(self, event: Event) -> str:
         """Return why an event shows that the node gives the answer up, before it is added.
@@ -140,3 +142,7 @@ def _is_empty(choice: Any) -> bool:
     if isinstance(delta, dict):
         return not any(value for key, value in delta.items() if key != "role")
     return choice.get("text") == ""
+
+
+def _unchanged(event: Event) -> Iterable[Event]:
+    return (event,)

@@ -21,7 +21,7 @@ from ...connector.p2p.params import RENDEZVOUS
 from ..choice.ways import Offer
 from ..http.errors import ApiError, unavailable
 from ..http.json_body import object_of
-from ..http.sse import DONE, Event, Filter
+from ..http.sse import DONE, Event
 from .beginnings import Beginning, OtherTokenError, take_token_ids
 from .endings import Heard, says_engine_ended
 from .moves import Stop, stop_of
@@ -51,8 +51,6 @@ Fact = Literal[
 MAX_LOST = 3
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
-#: The router's own: where the prompt was computed, and the estimates behind that.
-PLACEMENT_HEADER = "X-KV-Placement"
 #: Of the events that report on an answer, the last ones are kept; a longer one is not a report.
 MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
 #: The fields that all events of a stream share.
@@ -258,6 +256,19 @@ class Fail(Action):
 Actions = list[Action]
 
 
+@dataclass(slots=True)
+class _Load:
+    """What became of one offer.
+
+    Attributes:
+        result: None while the offer is open.
+        error: Why the load failed; empty if it is not said to have.
+    """
+
+    result: Result | None = None
+    error: str = ""
+
+
 class Exchange:
     """One request for one answer, or several, to one prompt.
 
@@ -270,7 +281,6 @@ class Exchange:
     Attributes:
         tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
         may_ask_both: Both nodes may be asked at once. False after that has failed.
-        placement: Which nodes were chosen and why, for the client; empty before.
         offer: Of the present attempt; None: there is none.
         decode: The decode node that was asked last.
         beginning: What the client has of a stream, if another node could go on with it. Every further decode
@@ -296,7 +306,6 @@ class Exchange:
         self.tried_decode: Tried = {}
         self.state = State.QUEUED
         self.may_ask_both = True
-        self.placement = ""
         self.is_alone = False
         self.offer: Offer | None = None
         self.decode: UpstreamNode | None = None
@@ -309,9 +318,7 @@ class Exchange:
         self._explain = explain
         self._heard = Heard(self._num_choices)  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
-        self._result: Result | None = None  # of the offer; None while it is open
-        self._error = ""  # why the load of the offer failed
-        self._change: Filter = _unchanged
+        self._load = _Load()  # of the present offer
 
     def __repr__(self) -> str:
         return f"<exchange {self.request_id!r}: {self.state.value}>"
@@ -356,7 +363,7 @@ class Exchange:
             offer: That the prefill node is to make, in a rendezvous. None: a prefill node is asked first.
             decode: That is to claim it.
         """
-        self.offer, self.decode, self._result, self._error = offer, None, None, ""
+        self.offer, self.decode, self._load = offer, None, _Load()
         self.tried_prefill = {}
         self.is_alone = False
         if offer is None or decode is None:
@@ -369,7 +376,7 @@ class Exchange:
 
     def placed_at(self, node: UpstreamNode) -> Actions:
         """Let the node that answers compute the prompt as well."""
-        self.offer, self._result, self._error = None, None, ""
+        self.offer, self._load = None, _Load()
         self.is_alone = True
         self._move(State.DECODING if self.beginning is None else State.CONTINUING)
         return [self._ask_decode(node, None, self.beginning)]
@@ -452,7 +459,7 @@ class Exchange:
 
         From now on a failure of the prefill is the decode node's concern.
         """
-        self._error = self._error or begun.error
+        self._load.error = self._load.error or begun.error
         objection = begun.objection
         if self.beginning is None:
             objection = objection or self._objection_to(begun.events)
@@ -471,12 +478,11 @@ class Exchange:
             # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
             actions.append(Note("without offer"))
         headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
-        headers |= self._own_headers
         if not begun.is_stream:
             headers.setdefault("Content-Type", "application/json")
             return [*actions, *self._end(SendWhole(begun.status, headers, begun.payload))]
         if self.beginning is not None:
-            self._change = self.beginning.continued()
+            self._heard.change = self.beginning.continued()
         else:
             actions.append(Begin(begun.status, {**headers, "Cache-Control": "no-cache"}))
             self.beginning = begun.beginning
@@ -493,7 +499,7 @@ class Exchange:
                 event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
             try:
-                sent += () if passed is None else (event,) if event.is_comment else self._change(passed)
+                sent += () if passed is None else (event,) if event.is_comment else self._heard.change(passed)
             except OtherTokenError:
                 # The node did not choose its last tokens once more, so nothing true can follow them.
                 return self._fail(_lost("another node chose other tokens", "in the middle"))
@@ -556,7 +562,7 @@ class Exchange:
             unused = [] if stop.params is None else [Release(Offer(self.decode, stop.params))]
             return [*unused, *self._again(note)]
         ends = self._drop()
-        self.offer, self._result, self._error = Offer(self.decode, stop.params), None, ""
+        self.offer, self._load = Offer(self.decode, stop.params), _Load()
         self.is_alone = False
         self._move(State.MOVING)
         return [note, *ends, Opened(self.offer), ChooseDecode()]
@@ -659,9 +665,9 @@ class Exchange:
     # -- the offer -----------------------------------------------------------------------------------
 
     def _settle(self, result: Result) -> Actions:
-        if self.offer is None or self._result is not None:
+        if self.offer is None or self._load.result is not None:
             return []
-        self._result = result
+        self._load.result = result
         actions: Actions = [Settled(self.offer, self.decode, result)]
         if result in ("failed", "unanswered"):
             return [*actions, *self._release(self.offer)]
@@ -677,27 +683,27 @@ class Exchange:
 
     def _close(self) -> Actions:
         """Report a load that failed; by now its reason is known, if the node has given one."""
-        if self.offer is None or self._result != "failed" or self.decode is None:
+        if self.offer is None or self._load.result != "failed" or self.decode is None:
             return []
-        return [Explained(self.offer, self.decode, self._error)]
+        return [Explained(self.offer, self.decode, self._load.error)]
 
     def _read_errors(self, events: Iterable[Event]) -> Actions:
         """Look for the reason of a failure in events; release an offer that was not loaded by what the node
         says there.
         """
-        was_known = bool(self._error)
+        was_known = bool(self._load.error)
         for event in reversed(list(events)):
-            self._error = self._error or error_in(event.content)
-        if was_known or not self._error or self.offer is None or self._result != "unknown":
+            self._load.error = self._load.error or error_in(event.content)
+        if was_known or not self._load.error or self.offer is None or self._load.result != "unknown":
             return []
         return self._release(self.offer)  # a release of what was loaded does nothing
 
     def _explained(self) -> ApiError | None:
         """Say why a server of vLLM could not load the prompt, which the server itself only tells its log."""
-        if self.offer is None or self.decode is None or not self._error or self._result == "loaded":
+        if self.offer is None or self.decode is None or not self._load.error or self._load.result == "loaded":
             return None
         difference = self._explain(self.decode, self.offer.node)
-        return ApiError(500, f"{self._error}: {difference}", kind="server_error") if difference else None
+        return ApiError(500, f"{self._load.error}: {difference}", kind="server_error") if difference else None
 
     def _forgive(self) -> None:
         """Let the node that has stopped the answer have it again later, when it is back."""
@@ -712,18 +718,10 @@ class Exchange:
 
     # -- the client ----------------------------------------------------------------------------------
 
-    @property
-    def _own_headers(self) -> Mapping[str, str]:
-        return {PLACEMENT_HEADER: self.placement} if self.placement else {}
-
     def _in_the_middle(self, error: ApiError) -> ApiError:
         if self.beginning is None:
             return error
         return ApiError(502, f"the answer was lost in the middle: {error}", kind="server_error")
-
-
-def _unchanged(event: Event) -> Iterable[Event]:
-    return (event,)
 
 
 def _lost(why: str, when: str = "before its first token") -> ApiError:

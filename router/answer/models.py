@@ -38,7 +38,7 @@ class Models:
             is_served = any(node.serves(name) for node in self._services.decode_pool.nodes)
             # If no node serves it, any node says so in its own words (404).
             return await self._got(request, lambda node: node.serves(name) or not is_served)
-        kinds = {node.models for node in self._services.decode_pool.nodes if node.state in USABLE}
+        kinds = {node.said.models for node in self._services.decode_pool.nodes if node.state in USABLE}
         if len(kinds) <= 1:
             return await self._got(request, lambda node: True)
         listed: dict[object, object] = {}
@@ -54,7 +54,7 @@ class Models:
     async def _got_or_none(self, request: web.Request, models: frozenset[str]) -> web.Response | None:
         """Return the answer of a node with these models; None if no such node answers any more."""
         with contextlib.suppress(NoNodeError):
-            return await self._got(request, lambda node: node.models == models)
+            return await self._got(request, lambda node: node.said.models == models)
         return None
 
     async def _got(self, request: web.Request, may_use: Callable[[UpstreamNode], bool]) -> web.Response:

@@ -41,10 +41,12 @@ from .moves import signal_in
 from .sessions import NO_TURN, Sessions, Turn
 
 if TYPE_CHECKING:
-    from ..seen.observer import Observer
+    from ..seen.records import Observer
 
 logger = logging.getLogger(__name__)
 
+#: Where the prompt was computed, and the estimates behind that.
+PLACEMENT_HEADER = "X-KV-Placement"
 DecodeAlone = Literal["auto", "always", "never"]
 #: How long to try to send the error that ends a stream to a client that does not read.
 ERROR_SEND_S = 1.0
@@ -97,7 +99,7 @@ class Services:
             case "never":
                 return False
             case "auto":
-                return node.load_failure_policy == "recompute"
+                return node.said.load_failure_policy == "recompute"
 
 
 class UpstreamAnswer(ApiError):
@@ -281,11 +283,13 @@ class Performance:
             case does.AwaitPrefill():
                 return await self._await_prefill()
             case does.Begin(status, headers):
-                await self._begin(status, headers)
+                await self._begin(status, {**headers, **self._placement()})
             case does.Send(events):
                 await self._send(events)
             case does.SendWhole(status, headers, payload):
-                self._whole = web.Response(body=payload, status=status, headers=headers)
+                self._whole = web.Response(
+                    body=payload, status=status, headers={**headers, **self._placement()}
+                )
             case does.End():
                 await self._finish()
             case does.Fail(error):
@@ -360,7 +364,6 @@ class Performance:
     def _say_placed(self) -> None:
         choice = self._progress.choice
         assert choice is not None, "it was just made"
-        self._exchange.placement = str(choice)
         self._observer.placed(choice)
 
     def _decodes(self) -> list[UpstreamNode]:
@@ -606,6 +609,11 @@ class Performance:
         return answer
 
     # -- the client ----------------------------------------------------------------------------------
+
+    def _placement(self) -> Mapping[str, str]:
+        """Return the header that tells the client which nodes were chosen, and why."""
+        choice = self._progress.choice
+        return {} if choice is None else {PLACEMENT_HEADER: str(choice)}
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         stream = web.StreamResponse(status=status, headers=headers)

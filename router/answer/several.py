@@ -10,8 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ..http.errors import ApiError, note_answered
-from ..http.fields import Fields
-from ..http.json_body import object_of
+from ..http.json_body import Fields, object_of
 from ..http.sse import DONE, Event
 from ..nodes.reading import MAX_ANSWER_BYTES
 from .performance import Performance, send_error, too_late

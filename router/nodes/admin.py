@@ -10,8 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ..http.errors import ApiError, bad_request
-from ..http.fields import Fields
-from ..http.json_body import read_json
+from ..http.json_body import Fields, read_json
 from .membership import ADMIN, ROLES, BadNodesError, Role, parse_url
 from .pool import NodePool
 

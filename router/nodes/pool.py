@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -112,17 +113,13 @@ class UpstreamNode:
         num_at_once: Prefills in flight whose decode node was asked at the same time.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that
             has not answered.
-        kv_role: What the node does by its own account; see `Health`.
-        models: What the node serves; see `Health`.
-        load_failure_policy: The policy that the node reported last. Empty if it does not report one.
+        said: What the node has said of itself last: its role, models, policy, and whose answers it goes on
+            with; see `Health`. Its description is empty after its process was gone.
         place: Where a decode node can claim from this one: what its connector has said of itself, or the
             `kv_transfer_params` of its last answer. Empty before the first of them, and after its process was
             gone.
-        continues_answers: As the node reported last; see `Health`.
         num_ends: Changes whenever the node's process has ended. What was asked of it before may be asked of
             it again.
-        kv_events: Where the node publishes what its prefix cache stores and removes, in its own words. Empty
-            if it does not.
         on_ended: Called with the URL when the node's process has ended.
         on_occupancy: Called with the URL and the load that the node reported.
         leaves: Set while the node drains, or no source names it: its answers should go on elsewhere.
@@ -138,12 +135,8 @@ class UpstreamNode:
         self.num_offers = 0
         self.num_ends = 0
         self.last_used = 0
-        self.load_failure_policy = ""
+        self.said = Health(NodeState.UNKNOWN)
         self.place: Mapping[str, Any] = {}
-        self.continues_answers = ""
-        self.kv_events: Mapping[str, Any] = {}
-        self.kv_role = ""
-        self.models: frozenset[str] = frozenset()
         self.on_ended: Callable[[str], None] = lambda url: None
         self.on_occupancy: Callable[[str, Occupancy], None] = lambda url, occupancy: None
         self.leaves = asyncio.Event()
@@ -177,6 +170,14 @@ class UpstreamNode:
         """The newest version of kvferry's handoff protocol that the node speaks. 0 if it does not say."""
         return self._prober.protocol
 
+    @property
+    def kv_events(self) -> Mapping[str, Any]:
+        """Where the node publishes what its prefix cache stores and removes, in its own words. Empty if it
+        does not.
+        """
+        said = self.said.description.get(KV_EVENTS)
+        return said if isinstance(said, dict) else {}
+
     def note_params(self, params: Mapping[str, Any] | None) -> None:
         """Note the `kv_transfer_params` of an answer. Without the block ids, which are many."""
         self.place = {key: value for key, value in (params or {}).items() if key != "remote_block_ids"}
@@ -186,14 +187,17 @@ class UpstreamNode:
         """What the node can do with the beginning of an answer."""
         prober = self._prober
         default, most = (_count_in(prober.fields, name) for name in (DEFAULT_MAX_TOKENS, MOST_TOKENS))
-        return Abilities(self.continues_answers, prober.vllm_max_model_len, prober.vllm_models, default, most)
+        return Abilities(
+            self.said.continues_answers, prober.vllm_max_model_len, prober.vllm_models, default, most
+        )
 
     def serves(self, model: object) -> bool:
         """Whether the node can answer a request for this model, as far as it is known.
 
         None is the node's own model.
         """
-        return not isinstance(model, str) or not model or not self.models or model in self.models
+        models = self.said.models
+        return not isinstance(model, str) or not model or not models or model in models
 
     def difference_to(self, producer: UpstreamNode) -> str:
         """Say why no cache can be handed over from another node to this one, by what both have said; empty if
@@ -210,7 +214,7 @@ class UpstreamNode:
 
     def doubt_identity(self) -> None:
         """Let the node go on with no answer of another one until a check has found out again what it is."""
-        self.continues_answers = ""
+        self.said = replace(self.said, continues_answers="")
         self._prober.forget()
         self._check_is_wanted.set()
 
@@ -230,8 +234,8 @@ class UpstreamNode:
         return {
             "url": self.url,
             "role": self.role,
-            "kv_role": self.kv_role or None,
-            "models": sorted(self.models) or None,
+            "kv_role": self.said.kv_role or None,
+            "models": sorted(self.said.models) or None,
             "state": self.state.value,
             "why": self.why,
             "in_flight": self.in_flight,
@@ -262,26 +266,22 @@ class UpstreamNode:
         if NodeState.GONE in (self.state, health.state):
             # The next process at this address has another epoch. Also when the node is back, because a late
             # answer of the old process may have come meanwhile.
-            self.place = self.kv_events = {}
+            self.place, self.said = {}, replace(self.said, description={})
             self.num_ends += 1
             self.on_ended(self.url)
         if health.state in (NodeState.READY, NodeState.OVERLOADED):
-            self.kv_role = health.kv_role
-            if self.kv_role == _CONTRARY_ROLES[self.role]:
+            self.said = replace(self.said, kv_role=health.kv_role)
+            if health.kv_role == _CONTRARY_ROLES[self.role]:
                 other = next(role for role in ROLES if role != self.role)
-                error = f"its own kv_role is {self.kv_role!r}: name it as a {other} node, or start it with another role"
+                error = f"its own kv_role is {health.kv_role!r}: name it as a {other} node, or start it with another role"
                 health = Health(NodeState.REFUSED, error, models=health.models)
         with self._changing():
             self._status.checked(health)
-        if health.state in (NodeState.READY, NodeState.REFUSED):
-            self.models = health.models
         if health.state is NodeState.READY:
-            if health.description:
-                self.place = health.description
-                said = health.description.get(KV_EVENTS)
-                self.kv_events = said if isinstance(said, dict) else {}
-            self.load_failure_policy = health.load_failure_policy
-            self.continues_answers = health.continues_answers
+            self.place = health.description or self.place
+            self.said = replace(health, description=health.description or self.said.description)
+        elif health.state is NodeState.REFUSED:
+            self.said = replace(self.said, models=health.models)
         is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
         if health.ends_requests and (health.state is NodeState.GONE or is_over):
             # Do this at each such check, not only at the first: at the first one a request may have been
@@ -645,7 +645,7 @@ async def check_model(nodes: Sequence[UpstreamNode], model: object) -> None:
     Raises:
         ApiError: None does (404), or a request without a model could go to nodes with different ones (400).
     """
-    known = [node.models for node in nodes if node.models]
+    known = [node.said.models for node in nodes if node.said.models]
     if known and not model and not frozenset.intersection(*known):
         served = ", ".join(sorted(frozenset().union(*known)))
         raise bad_request(f"'model' is missing: choose one of {served}", "model")

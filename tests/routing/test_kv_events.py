@@ -19,6 +19,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvferry.connector.p2p.params import KV_EVENTS
 from kvferry.router.choice import kv_events
 from kvferry.router.choice.fleet import Fleet, Progress
 from kvferry.router.choice.kv_events import EventFollower, Follow, MalformedEventError, decode, publisher_of
@@ -34,6 +35,7 @@ from kvferry.router.choice.prefixes import (
     root_key,
 )
 from kvferry.router.nodes.pool import UpstreamNode
+from kvferry.router.nodes.states import Health, NodeState
 from tests.support.patience import DEADLINE_S, until
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -443,6 +445,11 @@ async def source(*, with_replay: bool = True) -> AsyncIterator[Source]:
         context.destroy(linger=0)
 
 
+def described(events: Any) -> Health:
+    """Return what a node says of itself that publishes its events there."""
+    return Health(NodeState.READY, description={KV_EVENTS: events})
+
+
 @asynccontextmanager
 async def following(*said: Any, follow: Follow = "auto", host: str = "127.0.0.1") -> AsyncIterator[Prefixes]:
     prefixes = Prefixes()
@@ -450,7 +457,7 @@ async def following(*said: Any, follow: Follow = "auto", host: str = "127.0.0.1"
     nodes = []
     for number, each in enumerate(said):
         nodes.append(UpstreamNode("prefill", f"http://{host}:{number + 1}"))
-        nodes[-1].kv_events = each
+        nodes[-1].said = described(each)
     task = asyncio.create_task(follower.run(lambda: nodes))
     try:
         yield prefixes
@@ -633,7 +640,7 @@ async def test_a_restarted_node_is_forgotten_and_followed_anew():
         await node.send(0, batch(0))
         prefixes = Prefixes()
         follower, upstream = EventFollower(prefixes, "auto"), UpstreamNode("prefill", A)
-        upstream.kv_events = node.said
+        upstream.said = described(node.said)
         task = asyncio.create_task(follower.run(lambda: [upstream]))
         try:
             await until(lambda: prefixes.num_blocks(A) == 1)
@@ -642,7 +649,7 @@ async def test_a_restarted_node_is_forgotten_and_followed_anew():
             follower.restart(A)
             await until(lambda: shares(prefixes, [5] * 16) == {A: 1.0})
             assert shares(prefixes, [0] * 16) == {}
-            upstream.kv_events = {}  # the next one publishes nothing
+            upstream.said = described({})  # the next one publishes nothing
             await until(lambda: not prefixes.followed)
             assert shares(prefixes, [5] * 16) == {}
         finally:

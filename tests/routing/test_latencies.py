@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from kvferry.router.seen.latencies import NUM_SLOTS, SLOT_S, Latencies
+from kvferry.router.seen.metrics import NUM_SLOTS, SLOT_S, Latencies
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("kvferry.router.seen.latencies.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvferry.router.seen.metrics.time.monotonic", lambda: now[0])
     return now
 
 

@@ -19,12 +19,12 @@ from kvferry.router.answer.exchange import Exchange
 from kvferry.router.answer.handoffs import Handoffs
 from kvferry.router.http.sse import Event
 from kvferry.router.seen.metrics import RouterMetrics
-from kvferry.router.seen.observer import Observer
 from kvferry.router.seen.records import (
     MAX_CALLS,
     MAX_ERROR_CHARS,
     MAX_ID_CHARS,
     MAX_RECENT,
+    Observer,
     RecentRequests,
     RequestRecord,
     View,

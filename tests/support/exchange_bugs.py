@@ -120,7 +120,7 @@ class AsksAfterTheEnd(Exchange):
 
 class SettlesTwice(Exchange):
     def _settle(self, result: Any) -> Actions:
-        self._result = None
+        self._load.result = None
         return super()._settle(result)
 
 

@@ -276,7 +276,6 @@ class Client:
         choice = router.fleet.choose(self.progress, *troubles) if has_both else None
         self._chosen = ""
         if choice is not None and choice.is_local:
-            exchange.placement = str(choice)
             return list(exchange.placed_at(by_url[choice.decode.url]))
         decode = by_url[choice.decode.url] if choice is not None else min(decodes, key=_load)
         prefill = by_url[choice.prefill.url] if choice is not None else min(prefills, key=_load, default=None)
