@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,23 +20,12 @@ def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
 
 
 @pytest.fixture
-def tune(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set internal fields of `HandoffConfig`, which are no options, in the nodes that the test makes
-    afterwards.
-    """
+def short_backoffs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the nodes of a test soon try a lost peer again, because the test waits for that."""
     parse = ConnectorOptions.from_mapping
 
-    def tune(**fields: float) -> None:
-        def parse_and_tune(mapping: Mapping[str, Any], scheme: str = "") -> ConnectorOptions:
-            options = parse(mapping, scheme)
-            return replace(options, handoff=replace(options.handoff, **fields))
+    def parse_and_tune(mapping: Mapping[str, Any], scheme: str = "") -> ConnectorOptions:
+        options = parse(mapping, scheme)
+        return replace(options, handoff=replace(options.handoff, backoff_s=0.02, max_backoff_s=0.1))
 
-        monkeypatch.setattr(ConnectorOptions, "from_mapping", parse_and_tune)
-
-    return tune
-
-
-@pytest.fixture
-def short_backoffs(tune: Callable[..., None]) -> None:
-    """Have the nodes of a test soon try a lost peer again, because the test waits for that."""
-    tune(backoff_s=0.02, max_backoff_s=0.1)
+    monkeypatch.setattr(ConnectorOptions, "from_mapping", parse_and_tune)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector import FullAttentionSpec, ModelConfig, ModelIdentity
+from kvferry.connector import FullAttentionSpec, ModelIdentity
 from kvferry.connector.identity.content import block_digests, content_digest
 from kvferry.connector.testing import Request, engine_config
 
@@ -21,6 +21,21 @@ class Image:
 
 
 BASE = Request("r", 10)
+SPEC = FullAttentionSpec(4, 2, 8, torch.float32)
+CONFIG = engine_config("shm")
+#: Changes of the request, of which no two may have the same digest.
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tokens": ({}, {"first_token_id": 1}),
+    "salt": ({}, {"cache_salt": "s"}),
+    "adapter": ({}, {"lora_id": "adapter"}),
+    "salt or adapter": ({"cache_salt": "x"}, {"lora_id": "x"}),
+    "vectors": ({}, {"prompt_embeds": torch.zeros(10, 4)}),
+    "item": ({}, {"mm_features": [Image()]}),
+    **{
+        f"item's {name}": ({"mm_features": [Image()]}, {"mm_features": [Image(**{name: value})]})
+        for name, value in {"identifier": "dog", "offset": 1, "length": 4}.items()
+    },
+}
 
 
 def test_it_does_not_depend_on_the_request() -> None:
@@ -29,31 +44,12 @@ def test_it_does_not_depend_on_the_request() -> None:
     assert len(content_digest(BASE, 10)) == 64
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"first_token_id": 1},
-        {"cache_salt": "s"},
-        {"lora_id": "adapter"},
-        {"mm_features": [Image()]},
-        {"prompt_embeds": torch.zeros(10, 4)},
-        {"num_prompt_tokens": 9},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_everything_that_the_cache_depends_on_counts(change: dict[str, Any]) -> None:
-    assert content_digest(replace(BASE, **change), 10) != content_digest(BASE, 10)
-
-
-@pytest.mark.parametrize("other", [Image("dog"), Image(offset=1), Image(length=4)])
-def test_an_items_contents_and_position_count(other: Image) -> None:
-    one = replace(BASE, mm_features=[Image()])
-    assert content_digest(replace(BASE, mm_features=[other]), 10) != content_digest(one, 10)
-
-
-def test_a_salt_is_not_an_adapter() -> None:
-    salted, adapted = replace(BASE, cache_salt="x"), replace(BASE, lora_id="x")
-    assert content_digest(salted, 10) != content_digest(adapted, 10)
+@pytest.mark.parametrize(("one", "other"), UNLIKE.values(), ids=UNLIKE)
+def test_everything_that_the_cache_depends_on_counts(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """In the digest of the prompt, and in those of each of its blocks."""
+    first, second = replace(BASE, **one), replace(BASE, **other)
+    assert content_digest(first, 10) != content_digest(second, 10)
+    assert not set(block_digests(first, CONFIG, SPEC)) & set(block_digests(second, CONFIG, SPEC))
 
 
 def test_tokens_after_the_compared_ones_do_not_count() -> None:
@@ -71,10 +67,6 @@ def test_vectors_count_as_far_as_they_are_within_the_compared_tokens() -> None:
     assert content_digest(one, 8) != content_digest(another, 8)
 
 
-SPEC = FullAttentionSpec(4, 2, 8, torch.float32)
-CONFIG = engine_config("shm")
-
-
 class TestBlocks:
     """What names a block in a store."""
 
@@ -89,51 +81,25 @@ class TestBlocks:
         shorter, longer = (replace(BASE, num_prompt_tokens=count) for count in (8, 12))
         assert block_digests(longer, CONFIG, SPEC)[:2] == block_digests(shorter, CONFIG, SPEC)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"first_token_id": 1},
-            {"cache_salt": "s"},
-            {"lora_id": "adapter"},
-            {"mm_features": [Image()]},
-            {"prompt_embeds": torch.zeros(10, 4)},
-        ],
-        ids=lambda change: next(iter(change)),
-    )
-    def test_whatever_the_request_brings_counts_in_every_block(self, change: dict[str, Any]) -> None:
-        changed = block_digests(replace(BASE, **change), CONFIG, SPEC)
-        assert not set(changed) & set(block_digests(BASE, CONFIG, SPEC))
-
-    @pytest.mark.parametrize("other", [Image("dog"), Image(offset=1), Image(length=4)])
-    def test_an_item_counts_with_its_contents_and_its_place(self, other: Image) -> None:
-        one = block_digests(replace(BASE, mm_features=[Image()]), CONFIG, SPEC)
-        assert not set(one) & set(block_digests(replace(BASE, mm_features=[other]), CONFIG, SPEC))
-
     def test_an_item_counts_only_from_its_block_on(self) -> None:
         late = block_digests(replace(BASE, mm_features=[Image(offset=5)]), CONFIG, SPEC)
         plain = block_digests(BASE, CONFIG, SPEC)
         assert (late[0] == plain[0], late[1] == plain[1]) == (True, False)
 
     @pytest.mark.parametrize(
-        "identity",
-        [ModelIdentity(**{part: "x"}) for part in ("weights", "configuration", "adapters")],
-        ids=["weights", "configuration", "adapters"],
+        ("model", "spec"),
+        [
+            *(({"identity": ModelIdentity(**{part: "x"})}, {}) for part in ("weights", "configuration")),
+            ({"identity": ModelIdentity(adapters="x")}, {}),
+            ({"model": "other"}, {}),
+            ({"dtype": "float16"}, {}),
+            ({}, {"head_size": 4}),
+            ({}, {"dtype": torch.float16}),
+        ],
     )
-    def test_the_model_counts(self, identity: ModelIdentity) -> None:
-        other = replace(CONFIG, model=replace(CONFIG.model, identity=identity))
-        assert not set(block_digests(BASE, other, SPEC)) & set(block_digests(BASE, CONFIG, SPEC))
-
-    @pytest.mark.parametrize(
-        "model", [ModelConfig("other", "float32", 128), ModelConfig("tiny", "float16", 128)]
-    )
-    def test_its_name_and_what_it_computes_with_count(self, model: ModelConfig) -> None:
-        other = block_digests(BASE, replace(CONFIG, model=model), SPEC)
+    def test_the_model_and_the_form_of_a_page_count(
+        self, model: dict[str, Any], spec: dict[str, Any]
+    ) -> None:
+        config = replace(CONFIG, model=replace(CONFIG.model, **model))
+        other = block_digests(BASE, config, replace(SPEC, **spec))
         assert not set(other) & set(block_digests(BASE, CONFIG, SPEC))
-
-    @pytest.mark.parametrize("spec", [replace(SPEC, head_size=4), replace(SPEC, dtype=torch.float16)])
-    def test_the_form_of_a_page_counts(self, spec: FullAttentionSpec) -> None:
-        assert not set(block_digests(BASE, CONFIG, spec)) & set(block_digests(BASE, CONFIG, SPEC))
-
-    def test_a_salt_is_not_an_adapter(self) -> None:
-        salted, adapted = replace(BASE, cache_salt="x"), replace(BASE, lora_id="x")
-        assert not set(block_digests(salted, CONFIG, SPEC)) & set(block_digests(adapted, CONFIG, SPEC))

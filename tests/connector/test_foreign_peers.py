@@ -13,7 +13,6 @@ import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config, load
 from kvferry.connector.testing.harness import begin_load
-from kvferry.transports.errors import ForeignTransportError
 
 #: Far below any deadline, and far more than a busy machine needs.
 AT_ONCE_S = 8.0
@@ -63,11 +62,6 @@ def test_a_peer_of_another_transport_fails_each_load_at_once_and_is_warned_about
     assert consumer.stats.counters["unreachable_peers_total"] == 5
     assert consumer.worker.failure == ""
     assert_whole(consumer)
-
-
-def test_the_error_has_both_addresses() -> None:
-    error = ForeignTransportError(local="zeromq://here:1", remote="shm://@there")
-    assert (error.local, error.remote) == ("zeromq://here:1", "shm://@there")
 
 
 def test_a_malformed_address_of_the_own_transport_is_not_taken_for_another_transport(nodes: Nodes) -> None:

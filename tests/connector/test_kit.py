@@ -220,37 +220,6 @@ HANDOFF_BUGS = [
     ),
 ]
 
-_NO_READ_AT_WILL = (
-    "shows only if a read is under way when its blocks are freed; the suite cannot hold back a read of any transport. "
-    "tests/connector/test_faults.py does so with a faulty transport, and the suite of transports checks the guard itself"
-)
-_OTHER_WEIGHTS = (
-    "the suite has no model; tests/connector/test_changed_weights.py has nodes whose weights change"
-)
-_ONE_RANK = "needs a node of several ranks; tests/connector/test_several_ranks.py has them"
-
-#: Bugs of the simulator that the suite cannot find, and why. Each of a kind that a store can have is in
-#: `BUGS` as well.
-WITHOUT_COUNTERPART: dict[type[object], str] = {
-    simulated.FreesBeforeItClears: _NO_READ_AT_WILL,
-    simulated.NeverClears: _NO_READ_AT_WILL,
-    simulated.UsesOneGuardValue: _NO_READ_AT_WILL,
-    simulated.ForgetsToExtendGuards: "a store decides by itself whom it gives what",
-    simulated.ExpectsOneGuardValue: _NO_READ_AT_WILL,
-    simulated.AcceptsStaleBytes: f"{_NO_READ_AT_WILL}; of a store: DoesNotReportAFailedLoad",
-    simulated.ReportsBeforeTheReadEnded: f"{_NO_READ_AT_WILL}; of a store: ReportsBeforeTheBytes, WritesAfterAnAbort",
-    simulated.AwaitsRequestsForever: "the suite has no rendezvous, because a connector need not have any",
-    simulated.KeepsOffersOfOtherWeights: _OTHER_WEIGHTS,
-    simulated.KeepsLoadsOfOtherWeights: _OTHER_WEIGHTS,
-    simulated.ForgetsWhatItAnnounced: "costs memory, and changes nothing that an engine sees",
-    simulated.ForgetsProgressWhileItReads: _NO_READ_AT_WILL,
-    simulated.ForgetsClaimsThatCameFirst: _ONE_RANK,
-    simulated.ReportsWithTheFirstPart: _ONE_RANK,
-    simulated.DeliversToTheFirstRank: _ONE_RANK,
-    simulated.ReleasesTheFirstRankOnly: _ONE_RANK,
-    simulated.PairsByTheNumberAlone: "the suite has one producer",
-}
-
 
 def run(bug: Bug, folder: Path) -> None:
     """Run one test of the suite on a connector with a planted bug."""
@@ -321,17 +290,6 @@ def test_a_planted_leak_is_reported(half: str, left: str, tmp_path: Path) -> Non
     found = "; ".join(leaks.wait(0.1))
     getattr(bugs, half).end()
     assert re.search(left, found)
-
-
-def test_each_bug_of_the_simulator_is_planted_or_has_no_counterpart() -> None:
-    known = {bug for bug, *_ in HANDOFF_BUGS} | WITHOUT_COUNTERPART.keys()
-    planted = {
-        bug
-        for bug in vars(simulated).values()
-        if isinstance(bug, type) and bug.__module__ == simulated.__name__
-        if issubclass(bug, (ProducerProtocol, ConsumerProtocol))
-    }
-    assert planted == known
 
 
 class DamagesNothing(ConnectorConformance):

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.connector.config import KVRole
 from kvferry.connector.stats import COUNTERS, METRICS
-from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config, load, settle
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config, load
 
 PREFIX = "offered_requests_total/"
 
@@ -37,15 +37,6 @@ def test_every_outcome_is_a_counter_from_the_start() -> None:
     }
 
 
-def test_a_loaded_prompt() -> None:
-    with node() as producer, node() as consumer:
-        _, params = producer.prefill("p", 18)
-        load(consumer, producer, Request("d", 18, params))
-        settle(producer)
-        assert counted(consumer) == {"loaded": 1}
-        assert counted(producer) == {}
-
-
 def test_a_prompt_that_is_in_the_prefix_cache_already() -> None:
     with node() as producer, node() as consumer:
         _, params = producer.prefill("p", 18)
@@ -62,16 +53,3 @@ def test_a_load_that_fails(policy: str, counts: dict[str, float]) -> None:
         _, params = producer.prefill("p", 18)
         load(consumer, producer, Request("d", 18, {**params, "remote_epoch": "1"}))
         assert counted(consumer) == counts
-
-
-def test_a_node_whose_role_does_not_load() -> None:
-    with node() as producer, node("kv_producer") as consumer:
-        _, params = producer.prefill("p", 18)
-        consumer.scheduler.on_new_request(Request("d", 18, params))
-        assert counted(consumer) == {"role": 1}
-
-
-def test_a_request_without_an_offer_is_not_counted() -> None:
-    with node() as consumer:
-        consumer.prefill("d", 18)
-        assert counted(consumer) == {}

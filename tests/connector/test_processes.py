@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -167,40 +166,6 @@ class TestAnotherVersion:
 
 @pytest.mark.slow
 class TestKilledProducer:
-    @pytest.mark.full
-    def test_after_a_delivery_and_before_a_claim(self, consumer: ModelFreeNode) -> None:
-        """One test for both, because starting a child takes seconds."""
-        with child() as producer:
-            params = producer.ask("prefill", "p1", 18, 1)
-            request = Request("d1", 18, params)
-            blocks = begin_load(consumer, request)
-            assert wait_for_load(consumer, "d1") == ""
-            assert torch.equal(consumer.contents(blocks), expected_contents(18, 1))
-            assert consumer.stats.transfers[0].mechanism == "mapped"
-            consumer.finish(request.request_id, "stop")
-
-            params = producer.ask("prefill", "p2", 18, 2)
-            producer.kill()
-            request = Request("d2", 18, params)
-            blocks = begin_load(consumer, request)
-            assert wait_for_load(consumer, "d2") != ""
-            assert consumer.invalid_block_ids == set(blocks)
-            consumer.finish(request.request_id, "error")
-            assert_whole(consumer)
-
-    @pytest.mark.full
-    def test_between_grant_and_read(self, consumer: ModelFreeNode) -> None:
-        with child() as producer:
-            request = Request("d", 18, producer.ask("prefill", "p", 18, 3))
-            consumer.add(request, is_queued=True, computes=False)
-            consumer.step()
-            consumer.step_until(lambda: producer.ask("free")[0] < SHAPE.num_blocks - 1)
-            producer.kill()
-            consumer.start("d")
-            assert wait_for_load(consumer, "d") != ""
-            consumer.finish(request.request_id, "error")
-            assert_whole(consumer)
-
     def test_while_reading(self) -> None:
         num_tokens = 60 * BIG.block_size
         expected = expected_contents(num_tokens, 4, BIG)
@@ -220,25 +185,6 @@ class TestKilledProducer:
                 assert torch.equal(consumer.contents(blocks), expected)
             consumer.finish(request.request_id, "stop")
             assert_whole(consumer)
-
-    @pytest.mark.full
-    def test_restarted_at_its_address(self, consumer: ModelFreeNode) -> None:
-        address = f"shm://@kvferry-test-{os.getpid()}"
-        with child(address=address) as first:
-            stale = first.ask("prefill", "p", 18, 5)
-            first.kill()
-        with child(address=address) as second:
-            fresh = second.ask("prefill", "p", 18, 6)
-            assert fresh["remote_addresses"] == stale["remote_addresses"]
-            # Pretend that the node drew the same lease number before its restart. Then only the epoch
-            # differs.
-            repeated = {**stale, "remote_lease": fresh["remote_lease"]}
-            for request_id, params in (("stale", stale), ("repeated", repeated), ("fresh", fresh)):
-                request = Request(request_id, 18, params)
-                blocks = begin_load(consumer, request)
-                error = wait_for_load(consumer, request_id)
-                assert (error == "") == (request_id == "fresh")
-            assert torch.equal(consumer.contents(blocks), expected_contents(18, 6))
 
 
 @pytest.mark.slow
@@ -273,13 +219,3 @@ class TestOtherDeaths:
                 producer.step_until(lambda: not producer.held, timeout_s=8)  # its lease is 30 s
             assert_whole(producer)
             assert producer.stats.counters["offers_aborted_total"] == 1
-
-    def test_memory_that_the_transport_did_not_allocate_is_read_by_another_mechanism(self) -> None:
-        foreign = replace(SHAPE, layout="foreign")
-        config = engine_config("shm", block_size=SHAPE.block_size)
-        with ModelFreeNode(config, foreign) as consumer, child(foreign) as producer:
-            request = Request("d", 18, producer.ask("prefill", "p", 18, 8))
-            blocks = begin_load(consumer, request)
-            assert wait_for_load(consumer, "d") == ""
-            assert torch.equal(consumer.contents(blocks), expected_contents(18, 8, foreign))
-            assert consumer.stats.transfers[0].mechanism == "process_vm_readv"

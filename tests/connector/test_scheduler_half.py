@@ -211,7 +211,7 @@ class TestProducer:
     def test_an_id_cannot_be_reused_while_its_blocks_are_held(self) -> None:
         producer = scheduler()
         run_producer(producer)
-        with pytest.raises(ConnectorError, match="'p-1' is in use"):
+        with pytest.raises(ConnectorError, match=r"'p-1' is in use: .* which is 'offered'; use another id"):
             producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
         producer.on_new_request(Request("p-1", 10, None))  # harmless, because it is not handed over
 
@@ -235,11 +235,6 @@ class TestProducer:
 
 
 class TestConsumer:
-    def test_a_producer_logs_that_it_loads_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
-        request = arrived(scheduler("kv_producer"))
-        assert f"ignoring 'do_remote_prefill' of request {request.request_id!r}" in caplog.text
-        assert "with kv_role 'kv_consumer' or 'kv_both'" in caplog.text
-
     def test_an_offer_is_claimed_while_the_request_queues(self) -> None:
         consumer = scheduler("kv_consumer")
         arrived(consumer)
@@ -298,17 +293,16 @@ class TestConsumer:
         consumer.on_new_request(request)
         assert consumer.get_num_new_matched_tokens(request, 0) == (10, True)
 
-    def test_only_missing_blocks_are_loaded(self) -> None:
+    @pytest.mark.parametrize(
+        ("num_offered", "expected"), [(10, GroupBlocks(1, (21, 22))), (6, GroupBlocks(0, (20, 21)))]
+    )
+    def test_blocks_that_are_here_or_past_the_end_of_the_offer_are_not_loaded(
+        self, num_offered: int, expected: GroupBlocks
+    ) -> None:
         consumer = scheduler()
-        request = arrived(consumer)
+        request = arrived(consumer, num_offered=num_offered)
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 6)
-        assert orders_of(consumer.build_connector_meta(), "load") == {"d-1": (GroupBlocks(1, (21, 22)),)}
-
-    def test_blocks_past_the_end_of_the_offer_are_not_loaded(self) -> None:
-        consumer = scheduler()
-        request = arrived(consumer, num_prompt=10, num_offered=6)
-        consumer.update_state_after_alloc(request, [[20, 21, 22, 23]], 6)
-        assert orders_of(consumer.build_connector_meta(), "load") == {"d-1": (GroupBlocks(0, (20, 21)),)}
+        assert orders_of(consumer.build_connector_meta(), "load") == {"d-1": (expected,)}
 
     def test_each_group_has_its_own_blocks(self) -> None:
         groups = tuple(
@@ -381,9 +375,11 @@ class TestConsumer:
         consumer.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
         assert consumer.num_requests == 0
 
-    def test_a_producer_loads_nothing(self) -> None:
+    def test_a_producer_loads_nothing_and_logs_it(self, caplog: pytest.LogCaptureFixture) -> None:
         producer = scheduler("kv_producer")
         request = arrived(producer)
+        assert f"ignoring 'do_remote_prefill' of request {request.request_id!r}" in caplog.text
+        assert "with kv_role 'kv_consumer' or 'kv_both'" in caplog.text
         assert producer.get_num_new_matched_tokens(request, 0) == (0, False)
         assert producer.build_connector_meta() == HandoffMetadata(counts={"offered_requests_total/role": 1})
 
@@ -471,13 +467,6 @@ def test_the_design_has_each_state_and_each_step_between_states() -> None:
         if before not in ("–", after)
     }
     assert drawn == {(state.value, after.value) for state, nexts in _NEXT.items() for after in nexts}
-
-
-def test_the_error_for_a_request_id_in_use_names_its_state() -> None:
-    producer = scheduler()
-    run_producer(producer)
-    with pytest.raises(ConnectorError, match=r"'p-1' is in use: .* which is 'offered'; use another id"):
-        producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
 
 
 def test_an_id_is_free_again_once_its_offer_was_withdrawn() -> None:

@@ -55,16 +55,6 @@ def test_both_sides_of_a_handoff_tell_what_they_did() -> None:
     assert KVConnectorStats.from_dict(json.loads(json.dumps(told.to_dict()))) == told
 
 
-def test_a_load_that_fails_says_why() -> None:
-    shape = CacheShape()
-    with ModelFreeNode(TRACED, shape) as producer, ModelFreeNode(TRACED, shape) as consumer:
-        _, params = producer.prefill("p", 18)
-        load(consumer, producer, Request("d", 18, {**params, "remote_epoch": "1"}))
-        failed = _by_name(consumer.stats)["load"]
-    assert failed.attributes["outcome"] == "failed"
-    assert "restarted" in failed.error
-
-
 def test_without_the_option_nothing_is_kept() -> None:
     shape = CacheShape()
     with ModelFreeNode(engine_config("inproc"), shape) as producer:

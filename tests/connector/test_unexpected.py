@@ -282,16 +282,6 @@ class TestTheThreadEnds:
         consumer.finish(request.request_id, "error" if consumer.load_error("d") else "stop")
         return table
 
-    def test_if_waiting_for_events_always_raises(self) -> None:
-        with around("consumer", *(raising("wait_events", nth) for nth in range(1, 100))) as pairs:
-            self.fail(pairs)
-            consumer, producer = pairs[0]
-            assert INJECTED in consumer.worker.failure
-            assert "restart the node" in consumer.worker.failure
-            assert consumer.worker.failure in consumer.load_error("d")
-            assert producer.worker.failure == ""
-            assert_whole(consumer)
-
     def test_if_a_guard_cannot_be_cleared_its_blocks_stay_held(self) -> None:
         with around("producer", *(raising("clear_guard", nth) for nth in range(1, 5000))) as pairs:
             self.fail(pairs)

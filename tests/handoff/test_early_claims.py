@@ -13,7 +13,6 @@ from kvferry.connector.handoff.events import Action, OfferEnded, Send, SetGuard
 from kvferry.connector.handoff.messages import (
     PROTOCOL_VERSION,
     Claim,
-    Deny,
     Grant,
     Hello,
     Message,
@@ -22,6 +21,7 @@ from kvferry.connector.handoff.messages import (
 )
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.transports.errors import KVTransferStateError
+from tests.support.handoff_simulator.load_states import denial
 from tests.support.ranks import ONLY_RANK
 
 TABLES = ((4, 5, 6),)
@@ -39,12 +39,6 @@ def only(actions: list[Action]) -> Message:
     (action,) = actions
     assert isinstance(action, Send)
     return action.message
-
-
-def denial(actions: list[Action]) -> str:
-    message = only(actions)
-    assert isinstance(message, Deny)
-    return message.reason
 
 
 def parked(producer: ProducerProtocol, peer: int = PEER, rank: int = 0, num_ranks: int = 1) -> None:

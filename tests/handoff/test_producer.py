@@ -8,7 +8,6 @@ import pytest
 
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import (
-    Action,
     ClearGuard,
     Disconnect,
     ExtendGuard,
@@ -20,7 +19,6 @@ from kvferry.connector.handoff.events import (
 from kvferry.connector.handoff.messages import (
     PROTOCOL_VERSION,
     Claim,
-    Deny,
     Grant,
     Heartbeat,
     Hello,
@@ -33,6 +31,7 @@ from kvferry.connector.handoff.messages import (
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.planning.layout import KVLayout
 from kvferry.transports.errors import KVTransferStateError
+from tests.support.handoff_simulator.load_states import denial, outcome
 from tests.support.ranks import ONLY_RANK
 
 TABLES = ((4, 5, 6),)
@@ -53,13 +52,6 @@ def claimed(producer: ProducerProtocol, lease: int = 1, now: float = 0.0) -> int
         Send(PEER, Grant("r", lease, guard_index=guard, num_tokens=12, num_ready=12, block_ids=TABLES))
     ]
     return guard
-
-
-def denial(actions: list[Action]) -> str:
-    (action,) = actions
-    assert isinstance(action, Send)
-    assert isinstance(action.message, Deny)
-    return action.message.reason
 
 
 # -- the table ---------------------------------------------------------------------------------------
@@ -110,10 +102,9 @@ def test_a_release_without_a_claim_changes_nothing(producer: ProducerProtocol, d
 def test_an_offer_that_no_consumer_will_claim_is_given_up(producer: ProducerProtocol) -> None:
     guard = offered(producer)
     assert producer.give_up("another", 1) == producer.give_up("r", 2) == []
-    cleared, ended = producer.give_up("r", 1)
-    assert cleared == ClearGuard(guard)
-    assert isinstance(ended, OfferEnded)
-    assert ended.outcome == "aborted"
+    actions = producer.give_up("r", 1)
+    assert actions[0] == ClearGuard(guard)
+    assert outcome(actions) == "aborted"
 
 
 def test_a_claimed_offer_is_not_given_up(producer: ProducerProtocol) -> None:
@@ -125,10 +116,10 @@ def test_a_claimed_offer_is_not_given_up(producer: ProducerProtocol) -> None:
 def test_an_unclaimed_lease_runs_out(producer: ProducerProtocol) -> None:
     guard = offered(producer)
     assert producer.advance(now=29.9) == []
-    cleared, ended = producer.advance(now=30.0)
-    assert cleared == ClearGuard(guard)
-    assert isinstance(ended, OfferEnded)
-    assert ended.outcome == "expired"
+    actions = producer.advance(now=30.0)
+    assert actions[0] == ClearGuard(guard)
+    assert outcome(actions) == "expired"
+    assert len(actions) == 2
 
 
 def test_a_claimed_lease_runs_out_and_is_revoked(producer: ProducerProtocol) -> None:
@@ -137,8 +128,7 @@ def test_a_claimed_lease_runs_out_and_is_revoked(producer: ProducerProtocol) -> 
     assert cleared == ClearGuard(guard)
     assert isinstance(revoked, Send)
     assert isinstance(revoked.message, Revoke)
-    assert isinstance(ended, OfferEnded)
-    assert ended.outcome == "expired"
+    assert outcome([ended]) == "expired"
 
 
 def test_a_consumer_cannot_hold_an_offer_forever(producer: ProducerProtocol, config: HandoffConfig) -> None:
@@ -305,11 +295,6 @@ def two_ranks(producer: ProducerProtocol) -> ProducerProtocol:
         assert isinstance(granted, Send)
         assert isinstance(granted.message, Grant)
     return producer
-
-
-def outcome(actions: list[Action]) -> str:
-    (ended,) = [action for action in actions if isinstance(action, OfferEnded)]
-    return ended.outcome
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +18,15 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transports.base import Connected, Endpoint, Event, TransferEnded, Transport
 from kvferry.transports.cuda_driver import Driver
-from kvferry.transports.regions import Guard, Pool, RegionPairs, Segment
+from kvferry.transports.regions import Pool, RegionPairs, Segment
 from kvferry.transports.registry import create_transport
 from tests.support.cuda_stand_in import BINDINGS, CudaDriverStandIn
+from tests.support.peers import HELD, Node
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Seconds after which something that should happen has failed to.
+#: Seconds for a read.
 DEADLINE_S = 60.0
 
 #: The pools of the tests: several segments, as pools of the per-layer layout are.
@@ -36,9 +35,6 @@ NUM_SEGMENTS, SEGMENT_BYTES = 4, 8 << 20
 #: `(program, *arguments)` → a process that runs a program of `tests/gpu/children`, and the JSON object that
 #: it printed.
 StartChild = Callable[..., tuple["subprocess.Popen[str]", dict[str, Any]]]
-
-#: The guard that owners set.
-HELD = Guard(3, 9)
 
 
 @contextmanager
@@ -158,8 +154,8 @@ def allocate(place: str, num_bytes: int) -> Memory:
     return memory
 
 
-class PoolNode:
-    """A transport with a registered pool of equal segments, and the events of its endpoint.
+class PoolNode(Node):
+    """A node with a pool of equal segments.
 
     Args:
         place: Where the pool is.
@@ -172,18 +168,15 @@ class PoolNode:
     def __init__(
         self, place: str, scheme: str, segment_bytes: int, num_segments: int = 1, **options: object
     ) -> None:
-        self.transport: Transport = create_transport(scheme, options)
+        transport = create_transport(scheme, options)
         try:
             self.memories = [allocate(place, segment_bytes) for _ in range(num_segments)]
-            self.endpoint: Endpoint = self.transport.register(
-                Pool([memory.segment for memory in self.memories])
-            )
+            super().__init__(transport, Pool([memory.segment for memory in self.memories]))
         except BaseException:
-            self.transport.close()
+            transport.close()
             raise
         self.num_bytes = segment_bytes * num_segments
-        self.transport.guards.set(HELD.index, HELD.value)
-        self.seen: list[Event] = []
+        transport.guards.set(HELD.index, HELD.value)
 
     def write(self, values: Bytes) -> None:
         """Overwrite the whole pool."""
@@ -194,42 +187,9 @@ class PoolNode:
         """Return a copy of the whole pool."""
         return np.concatenate([memory.read(0, memory.segment.num_bytes) for memory in self.memories])
 
-    def until(self, is_done: Callable[[], bool]) -> None:
-        """Serve until something has happened.
-
-        Raises:
-            TimeoutError: it did not within `DEADLINE_S`.
-        """
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_done():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out after {DEADLINE_S:g} s; the events so far: {self.seen}")
-            self.seen += self.endpoint.wait_events(0.1)
-
-    def connect(self, address: str) -> int:
-        """Connect; returns the peer's id.
-
-        Raises:
-            RuntimeError: the peer cannot be reached.
-        """
-        peer_id = self.endpoint.start_connect(address, timeout_s=DEADLINE_S)
-        self.until(lambda: any(getattr(event, "peer_id", 0) == peer_id for event in self.seen))
-        if Connected(peer_id, incoming=False) not in self.seen:
-            raise RuntimeError(f"cannot connect to {address!r}: {self.seen}")
-        return peer_id
-
     def start_read(self, peer_id: int, pairs: RegionPairs) -> int:
         """Start a read; returns its id."""
         return self.endpoint.start_read(peer_id, pairs, HELD, timeout_s=DEADLINE_S)
-
-    def ends(self) -> list[TransferEnded]:
-        """Return the ends of reads that were reported so far."""
-        return [event for event in self.seen if isinstance(event, TransferEnded)]
-
-    def end_of(self, transfer_id: int) -> TransferEnded:
-        """Serve until a read has ended; returns its end."""
-        self.until(lambda: any(ended.transfer_id == transfer_id for ended in self.ends()))
-        return next(ended for ended in self.ends() if ended.transfer_id == transfer_id)
 
     def close(self) -> None:
         """Close the transport, and free the pool."""

@@ -84,9 +84,7 @@ EVERY_EXCHANGE = "tests/routing/test_every_exchange.py"
 FLEET = "tests/routing/test_fleet_simulation.py"
 SLICED = "tests/transports/test_sliced.py"
 #: Tests of connectors that take minutes, and try what is in the other files as well.
-TAKE_LONG = tuple(
-    f"tests/connector/test_{name}.py" for name in ("kit", "multi", "processes", "several_ranks", "soak")
-)
+TAKE_LONG = tuple(f"tests/connector/test_{name}.py" for name in ("kit", "processes", "several_ranks"))
 
 
 def _files_in(folder: str, *left_out: str) -> tuple[str, ...]:
@@ -146,7 +144,8 @@ class Mutant:
 
     @property
     def folder(self) -> str:
-        return str(Path(self.path).parent)
+        """The one of `SUITES` that it is in."""
+        return next(folder for folder in SUITES if self.path.startswith(f"{folder}/"))
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.end :]

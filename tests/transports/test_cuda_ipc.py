@@ -40,7 +40,7 @@ from kvferry.transports.testing.harness import Link, Node
 from tests.support.cuda_stand_in import CudaDriverStandIn, CUresult
 from tests.support.peers import peers, said
 
-ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.gpu_peer"
+ROOT, PEER = Path(__file__).parents[2], "tests.transports.children.network_peer"
 PAGE = 4096
 HELD = Guard(3, 9)
 SCATTERED = pairs_of(*((slot * PAGE, slot * PAGE, 100) for slot in range(64)))
@@ -259,7 +259,7 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
     by now.
     """
     with peers(cwd=ROOT) as start:
-        child = start("-m", PEER)
+        child = start("-m", PEER, "shm", '{"on_gpu": "never"}', "serve")
         consumer = make_node(0)
         peer_id = consumer.endpoint.start_connect(said(child), timeout_s=20)
         world.serve(lambda: bool(consumer.history))

@@ -1,6 +1,4 @@
-"""The network transports between processes: one is killed or stopped, and the other survives and notices
-within seconds.
-"""
+"""Transports between processes: one is killed or stopped; the other survives and notices within seconds."""
 
 from __future__ import annotations
 
@@ -28,6 +26,7 @@ POOL_BYTES = 24 << 20
 
 #: Cases: transport, options, mechanism. Bare `nixl` is on shared memory here, because it refuses TCP.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "shm": ("shm", {}, "mapped"),
     "zeromq": ("zeromq", {}, "tcp"),
     "tcp": ("tcp", {}, "tcp"),
     "ucx": ("ucx", {}, "ucx:tcp"),
@@ -72,7 +71,7 @@ class Node(Reader):
         return ended
 
 
-@pytest.fixture(params=["zeromq", "tcp", UCX, *NIXL])
+@pytest.fixture(params=["shm", "zeromq", "tcp", UCX, *NIXL])
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -94,6 +93,14 @@ def start(case: str) -> Iterator[Start]:
         )
 
 
+@pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP])
+def how(request: pytest.FixtureRequest, case: str) -> signal.Signals:
+    """How a process is lost."""
+    if case == "shm" and request.param == signal.SIGSTOP:
+        pytest.skip("a read over shared memory needs nothing of a process that is stopped")
+    return signal.Signals(request.param)
+
+
 @pytest.fixture
 def owner(node: Node, start: Start) -> Owner:
     """A process that serves its pool, and its peer id."""
@@ -105,7 +112,6 @@ def test_bytes_are_transferred_and_the_mechanism_is_named(node: Node, owner: Own
     assert node.read_whole(owner[1]).mechanism == CASES[case][2]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_loss_of_an_owner_is_noticed_and_another_can_be_read(
     node: Node, owner: Owner, start: Start, how: signal.Signals
 ) -> None:
@@ -131,7 +137,6 @@ def test_the_death_of_an_owner_is_noticed_at_once(node: Node, owner: Owner) -> N
     node.until(lambda: node.saw(PeerLost), 1.5)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_loss_of_a_reader_is_noticed(node: Node, start: Start, how: signal.Signals) -> None:
     process = start("connect", node.endpoint.listen(""))
     node.until(lambda: node.saw(Connected))

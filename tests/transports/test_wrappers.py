@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.transports import Connected, MessageReceived, PeerLost, TransferEnded, Transport
+from kvferry.transports import MessageReceived, PeerLost, TransferEnded, Transport
 from kvferry.transports.errors import (
     ChecksumError,
     ConfigurationError,
     PeerLostError,
     StaleRegionError,
     TransferTimeoutError,
-    TransportClosedError,
 )
 from kvferry.transports.registry import create_transport, register_transport
 from kvferry.transports.testing import Link, TransportConformance, World, pairs_of
@@ -112,22 +111,6 @@ def test_a_peer_is_dropped_at_a_message_that_is_sent(faulty: Faulty) -> None:
     assert isinstance(lost, PeerLost)
 
 
-@faults({"kind": "drop", "at": "message", "nth": 2})
-def test_a_peer_is_dropped_at_a_message_that_is_received(faulty: Faulty) -> None:
-    world, link = faulty
-    for message in (b"heard", b"unheard", b"unheard"):
-        link.producer.endpoint.send(link.consumer_id, message)
-    world.serve(lambda: bool(link.consumer.of_type(PeerLost)) and bool(link.producer.of_type(PeerLost)))
-    assert [type(event) for event in link.consumer.history] == [Connected, MessageReceived, PeerLost]
-
-
-@faults({"kind": "drop"})
-def test_a_peer_is_dropped_when_a_transfer_begins(faulty: Faulty) -> None:
-    world, link = faulty
-    assert isinstance(world.read(link, EVERYTHING, HELD).error, PeerLostError)
-    assert isinstance(link.consumer.history[-1], PeerLost)
-
-
 @faults({"kind": "stall"})
 def test_nothing_comes_from_a_stalled_peer(faulty: Faulty) -> None:
     world, link = faulty
@@ -137,27 +120,6 @@ def test_nothing_comes_from_a_stalled_peer(faulty: Faulty) -> None:
     world.serve_quietly()
     assert not link.consumer.of_type(MessageReceived)
     assert not link.producer.of_type(MessageReceived)
-
-
-@faults({"kind": "stall"})
-def test_a_stalled_peer_can_be_lost(faulty: Faulty) -> None:
-    world, link = faulty
-    transfer_id = link.consumer.endpoint.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
-    world.forget(link.producer)
-    world.serve(lambda: bool(link.consumer.of_type(PeerLost)))
-    (ended,) = link.consumer.ends_of(transfer_id)
-    assert isinstance(ended.error, PeerLostError)
-    assert isinstance(link.consumer.history[-1], PeerLost)
-
-
-@faults({"kind": "stall"})
-def test_a_stalled_peer_can_be_dropped(faulty: Faulty) -> None:
-    world, link = faulty
-    transfer_id = link.consumer.endpoint.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
-    link.consumer.endpoint.disconnect(link.producer_id)
-    world.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
-    assert isinstance(link.consumer.ends_of(transfer_id)[0].error, TransportClosedError)
-    assert not link.consumer.of_type(PeerLost)
 
 
 def order_of_events(seed: int) -> list[str]:

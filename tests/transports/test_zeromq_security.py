@@ -150,16 +150,16 @@ def test_without_the_right_key_not_one_byte_of_ours_is_received(make: Make, keys
         assert client.poll(0) == 0
 
 
-def test_beyond_loopback_keys_are_needed(make: Make) -> None:
-    server = make({"bind_host": "0.0.0.0", "advertise_host": "node-1"})
-    with pytest.raises(ConfigurationError, match="shared_secret_file") as caught:
+@pytest.mark.parametrize(
+    ("options", "remedy"), [({}, "shared_secret_file"), ({"curve": "off"}, "allow_plaintext")]
+)
+def test_beyond_loopback_keys_are_needed_or_plaintext_is_allowed(
+    make: Make, options: Options, remedy: str
+) -> None:
+    server = make({"bind_host": "0.0.0.0", "advertise_host": "node-1", **options})
+    with pytest.raises(ConfigurationError, match=remedy) as caught:
         server.listen("")
     assert caught.value.key == "curve"
-
-
-def test_beyond_loopback_plaintext_must_be_asked_for_twice(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match="allow_plaintext"):
-        make({"bind_host": "0.0.0.0", "advertise_host": "node-1", "curve": "off"}).listen("")
 
 
 def test_beyond_loopback_encryption_is_on_by_itself(make: Make, keys: Keys) -> None:

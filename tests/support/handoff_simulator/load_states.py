@@ -1,4 +1,4 @@
-"""Bring one consumer with one offer to each state of the consumer's table."""
+"""Bring one consumer with one offer to each state of its table, and read what a protocol answers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kvferry.connector.handoff.events import (
     Connect,
     GroupBlocks,
     LoadEnded,
+    OfferEnded,
     RemoteOffer,
     Send,
     StartRead,
 )
-from kvferry.connector.handoff.messages import Claim, Grant, Hello, Message, Welcome
+from kvferry.connector.handoff.messages import Claim, Deny, Grant, Hello, Message, Welcome
 from kvferry.transports.regions import Guard, RegionPairs
 
 #: The producer, as the consumer knows it.
@@ -43,6 +44,20 @@ def only_message(actions: list[Action]) -> Message:
 def only_end(actions: list[Action]) -> LoadEnded:
     (ended,) = [action for action in actions if isinstance(action, LoadEnded)]
     return ended
+
+
+def denial(actions: list[Action]) -> str:
+    """Return the reason of the only action, which denies a claim."""
+    (action,) = actions
+    assert isinstance(action, Send)
+    assert isinstance(action.message, Deny)
+    return action.message.reason
+
+
+def outcome(actions: list[Action]) -> str:
+    """Return how the only offer ended that did."""
+    (ended,) = [action for action in actions if isinstance(action, OfferEnded)]
+    return ended.outcome
 
 
 def connecting(consumer: ConsumerProtocol, welcome: Welcome) -> None:

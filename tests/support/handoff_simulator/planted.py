@@ -178,6 +178,7 @@ class ReleasesTheFirstRankOnly(ConsumerProtocol):
 FREED_TOO_EARLY = "the guard is cleared before blocks can be reused"
 OUT_OF_BOUNDS = "a read lies within what its guard was set for"
 WRONG_BYTES = "loaded bytes are the offered ones"
+WAITS = "no handoff waits for a deadline"
 
 
 @dataclass(frozen=True)
@@ -209,4 +210,16 @@ PLANTED = {
     "announced-forever": Planted("something still waits", ForgetsWhatItAnnounced),
     "offers-outlive-weights": Planted("the same weights", KeepsOffersOfOtherWeights),
     "loads-outlive-weights": Planted("the same weights", consumer=KeepsLoadsOfOtherWeights),
+}
+#: Those that show only between nodes of several ranks, or that a deadline would hide: a timeout or the end of
+#: a lease ends the handoffs.
+HIDDEN = {
+    "claim-forgotten": Planted(WAITS, ForgetsClaimsThatCameFirst),
+    "progress-forgotten": Planted(WAITS, consumer=ForgetsProgressWhileItReads),
+    "rank-not-released": Planted(WAITS, consumer=ReleasesTheFirstRankOnly),
+    "pairing-by-number": Planted(WAITS, consumer=PairsByTheNumberAlone),
+    "one-part-is-the-load": Planted(
+        "nothing writes into the blocks of a load that is over", consumer=ReportsWithTheFirstPart
+    ),
+    "one-rank-is-the-node": Planted("delivered means loaded by every rank", DeliversToTheFirstRank),
 }
