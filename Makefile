@@ -238,7 +238,8 @@ build/docs-venv: pyproject.toml requirements/constraints.txt
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 
 .PHONY: docs
-docs: build/docs-venv ## build the documentation site in build/site; a dead link fails; LINKS=1: also one to another host
+docs: build/docs-venv ## build the documentation site in build/site; a dead link or a long sentence fails; LINKS=1: also one to another host
+	build/docs-venv/bin/python docs/site/sentences.py
 	build/docs-venv/bin/sphinx-build -q -W --keep-going -j auto -d build/site-doctrees -c docs/site docs build/site
 	$(if $(LINKS),build/docs-venv/bin/sphinx-build -q -b linkcheck -d build/site-doctrees -c docs/site docs build/links)
 	@echo "open build/site/index.html"

@@ -1,4 +1,4 @@
-"""The command `kvferry`, for people who operate nodes: `docs/command.md`.
+"""The command `kvferry`, for people who operate nodes: `docs/operations.md`.
 
 Each command is a module with `add`, which declares its options, and `run`, which returns the exit status. The
 modules import what is heavy (NumPy, transports) only in `run`, so that `kvferry --help` and `kvferry version`

@@ -1,6 +1,6 @@
 """Whether PyTorch is installed, and what to do if it is not.
 
-kvferry does not require PyTorch, because each user needs another build of it (docs/decisions/0020). Packages
+kvferry does not require PyTorch, because each user needs another build of it (docs/decisions/0004). Packages
 that cannot be imported without it say so with this error, instead of failing somewhere below.
 """
 

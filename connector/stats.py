@@ -91,8 +91,8 @@ METRICS = (
         f"{PREFIX}offered_requests_total",
         "counter",
         "Requests that came with an offer of another node, by what became of it: it was loaded, or the prompt was cached here "
-        "already; or this node computed the prompt although another one had, because the load failed, the engine's side "
-        "refused the request's params, this node's role does not load, or the offered state includes the prompt's last token",
+        "already. Otherwise this node computed the prompt: the load failed, the engine's side refused the params, this "
+        "node's role does not load, or the offered state includes the prompt's last token",
         ("outcome",),
         ("loaded", "cached", "failed", "refused", "role", "state"),
     ),

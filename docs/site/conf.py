@@ -33,14 +33,12 @@ NAVIGATION = {
         "openai-api",
         "reliability",
         "prove",
-        "prove-results",
-        "command",
         "cuda",
     ],
     "Migrate": ["migrating"],
     "Reference": ["reference/configuration", "reference/command-line"],
     "Extend": ["embedding", "writing-a-connector", "connector-contract", "writing-a-transport"],
-    "Design": ["design", "router-design", "for-reviewers", "releasing"],
+    "Design": ["design", "router-design", "for-reviewers"],
 }
 
 #: Pages that the navigation shows below another one: the beginning of their names, by that page.

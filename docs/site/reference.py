@@ -147,7 +147,7 @@ _NETWORK_HEAD: Final = """\
 lists the option again."""
 
 _COMMAND_LINE_HEAD: Final = """\
-All options of `kvferry`. [The command kvferry](../command.md) explains what the commands do, and the
+All options of `kvferry`. [The command kvferry](../operations.md#the-command-kvferry) explains what the commands do, and the
 configuration file that may hold any of these options."""
 
 

@@ -63,9 +63,9 @@ class RouterMetrics:
         )
         self._first_piece = Histogram(
             "kvferry_router_time_to_first_token_seconds",
-            "Time from a streamed request's arrival to the first piece of its answer, by the way of the prompt's cache (rendezvous: both "
-            "nodes were asked at once; in_turn: the decode node was asked after the prefill node; without_offer: the prefill node offered "
-            "none; alone: without a prefill node)",
+            "Time from a streamed request's arrival to the first piece of its answer, by the way of the prompt's cache. With "
+            "rendezvous both nodes were asked at once, with in_turn the decode node after the prefill node. With without_offer the "
+            "prefill node offered none, and with alone there was none",
             ["way"],
             registry=self._registry,
             buckets=FIRST_PIECE_BUCKETS,

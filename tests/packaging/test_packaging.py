@@ -87,7 +87,7 @@ def test_importing_transports_does_not_import_torch(tmp_path: Path) -> None:
 
 def test_installing_kvferry_brings_small_packages_only() -> None:
     """PyTorch alone is gigabytes, and which of its builds is right is for the user to say
-    (docs/decisions/0020).
+    (docs/decisions/0004).
     """
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {line.partition(">=")[0] for line in requirements} == {"msgpack", "numpy", "pyzmq", "xxhash"}

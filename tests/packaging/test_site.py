@@ -41,6 +41,12 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted([*shown, *conf.below("design")]) == sorted(conf.pages())
 
 
+def test_no_document_has_a_sentence_of_more_than_30_words() -> None:
+    check = load("sentences")
+    assert check.too_long("| a | " + "`b c` d " * 15 + "e. |\n\n* " + "f " * 30) == ["Code d " * 15 + "e."]
+    assert not [part for page in check.pages() for part in check.too_long(page.read_text())]
+
+
 @pytest.mark.parametrize(
     ("link", "changed"),
     [
