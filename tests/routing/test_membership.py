@@ -186,21 +186,6 @@ async def test_a_removed_prefill_node_stays_until_its_offer_is_loaded() -> None:
         await made.until_state(prefill, None)
 
 
-async def test_a_node_that_is_named_again_while_it_leaves_stays() -> None:
-    decode = Node()
-    async with serving(quick()) as prefill, serving(decode) as url, fleet() as made:
-        await made.add("prefill", prefill)
-        await made.add("decode", url)
-        asking = asyncio.create_task(made.ask())
-        await decode.asked.wait()
-        await made.remove("decode", url)
-        await made.add("decode", url)
-        decode.may_end.set()
-        assert (await asking)[0] == 200
-        assert (await made.ask())[0] == 200
-        assert (await made.seen())[url]["sources"] == ["admin"]
-
-
 async def test_a_node_of_two_sources_exists_until_both_have_dropped_it(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
     async with serving(quick()) as url:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,23 +79,3 @@ async def test_the_router_shows_what_nodes_have_to_do() -> None:
 async def test_a_load_that_cannot_be_true_is_not_believed(said: object) -> None:
     async with routed([], [Node(said)]) as client:
         assert await loads_of(client) == [None]
-
-
-async def test_requests_go_to_the_nodes_that_others_have_left_idle() -> None:
-    busy, idle, other = Node(load(8)), Node(load(0)), Node(load(8))
-    async with routed([], [busy, idle, other], decode_alone="always") as client:
-        for _ in range(12):
-            async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 1}) as answer:
-                assert answer.status == 200
-    counts = Counter({"busy": len(busy.asked), "idle": len(idle.asked), "other": len(other.asked)})
-    # Of each two that are compared, the idle one wins whenever it is among them: every second time.
-    assert counts["idle"] >= 6 > counts["busy"]
-
-
-async def test_nodes_that_do_both_are_chosen_by_what_all_routers_sent_them() -> None:
-    nodes = [Node(load(8, 2)), Node(load(0)), Node(load(8, 2))]
-    async with routed([], nodes, does_both=True) as client:
-        for _ in range(6):
-            async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 1}) as answer:
-                assert answer.status == 200
-    assert [len(node.asked) for node in nodes] == [0, 6, 0]
