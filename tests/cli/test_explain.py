@@ -255,31 +255,6 @@ def test_what_a_router_cannot_tell_apart_is_told_by_the_spans_of_a_vllm_node() -
     ]
 
 
-def test_a_server_of_vllm_is_asked_by_a_request() -> None:
-    told = dataclasses.asdict(ServerSpans("vllm", "e", (SpanRecord("a", "queue", 1.0, 2.0),)))
-    answers = {"known": told, "unknown": {**told, "spans": []}}
-
-    def get(url: str, timeout_s: float, body: bytes = b"") -> str:
-        match url.removeprefix("http://v"):
-            case "/health":
-                return ""
-            case "/v1/models":
-                return json.dumps({"data": [{"owned_by": "vllm"}]})
-            case "/v1/completions":
-                asked = json.loads(body)["kv_transfer_params"]["explain"]
-                return json.dumps(
-                    {"kv_transfer_params": {"spans": answers[asked]} if asked in answers else None}
-                )
-        raise CommandError("HTTP status 404: Not Found")
-
-    (known,) = ask("known", ["http://v"], get)
-    assert (known.process, [span.name for span in known.spans]) == ("vllm", ["queue"])
-    (unknown,) = ask("unknown", ["http://v"], get)
-    assert unknown.error.startswith("no spans of request 'unknown'")
-    (other,) = ask("other", ["http://v"], get)
-    assert other.error.startswith("this server of vLLM has no KvferryConnector")
-
-
 def test_a_url_without_its_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "a", "localhost:8000"]) == 2
     assert "did you mean 'http://localhost:8000'" in capsys.readouterr().err
