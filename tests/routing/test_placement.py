@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -440,36 +439,21 @@ def test_a_fleet_that_changes_at_each_request_leaves_little_behind(monkeypatch: 
 
 @dataclass
 class Both:
-    """A node that computes and answers.
+    """A node that computes and answers."""
 
-    Attributes:
-        token_s: What each prompt token takes that it has not computed before.
-    """
-
-    hold: asyncio.Event | None = None
-    token_s: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list)
-
-    def num_new(self, prompt: list[int]) -> int:
-        """Return the tokens of a prompt after its longest beginning that it has computed."""
-        known = (os.path.commonprefix([prompt, each["prompt"]]) for each in self.asked)
-        return len(prompt) - max(map(len, known), default=0)
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "kv_role": "kv_both", "load_failure_policy": "fail"})
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if self.token_s:
-            await asyncio.sleep(self.token_s * self.num_new(body["prompt"]))
         self.asked.append(body)
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "remote_lease": "1"}})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-        if self.hold is not None:
-            await self.hold.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
 
