@@ -79,29 +79,6 @@ def test_explain_finds_the_admin_port_and_presents_its_key_only_there(
     }
 
 
-def test_a_redirect_is_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[str] = []
-
-    class Redirecting(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(302)
-            self.send_header("Location", "/elsewhere")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        assert main(["explain", "a", f"http://127.0.0.1:{server.server_port}", "--json"]) == 1
-        server.shutdown()
-        thread.join()
-    assert "/elsewhere" not in asked
-    assert "HTTP status 302" in json.loads(capsys.readouterr().out)["servers"][0]["error"]
-
-
 def test_a_wrong_key_is_reported_without_showing_it(
     node: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,18 @@ def test_explain_escapes_what_routers_say(serve: Serve, capsys: pytest.CaptureFi
     assert_obeys_nothing(printed)
 
 
+def test_a_redirect_is_not_followed(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    def redirect(sock: socket.socket, request: str) -> None:
+        asked.append(request)
+        sock.sendall(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
+
+    assert main(["explain", "a", f"http://127.0.0.1:{serve(redirect)}", "--json"]) == 1
+    assert "/elsewhere" not in "".join(asked)
+    assert "HTTP status 302" in json.loads(capsys.readouterr().out)["servers"][0]["error"]
+
+
 @pytest.mark.parametrize("nodes", [[], 5, {"nodes": 5}, {"nodes": [5]}, {"nodes": [{}]}, {"nodes": None}])
 def test_a_server_whose_nodes_are_no_list_of_urls_is_asked_itself(serve: Serve, nodes: Any) -> None:
     port = serve(lambda sock, _: said(sock, json.dumps(nodes)))

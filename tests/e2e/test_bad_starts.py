@@ -47,13 +47,6 @@ def test_options_that_cannot_work_end_with_one_line_and_status_2(
     assert len(node.log_tail.strip().splitlines()) == 1
 
 
-def test_an_unknown_connector_option_is_reported_before_the_model_is_looked_for(launcher: Launcher) -> None:
-    options = ("--role", "decode", "--connector-option", "leas_s=3", "--model", "/no/such/model")
-    node = launcher.start("node", "serve.py", "--port", "0", *options)
-    assert node.wait(DEADLINE_S) == 2
-    assert "unknown connector option 'leas_s': did you mean 'lease_s'?" in node.log_tail
-
-
 @pytest.mark.parametrize("script", ["serve.py", "router.py"])
 def test_a_port_in_use(script: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -161,14 +154,3 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, str(EXAMPLES / script), *arguments], capture_output=True, text=True, timeout=60
     )
-
-
-def test_the_router_refuses_a_node_that_is_not_a_url() -> None:
-    done = run_script("router.py", "--prefill", "localhost", "--decode", "http://127.0.0.1:1")
-    assert done.returncode == 2
-    assert "'localhost'" in done.stderr
-
-
-def test_help_names_every_role() -> None:
-    text = run_script("serve.py", "--help").stdout
-    assert all(role in text for role in ("prefill", "decode", "both", "single"))

@@ -4,15 +4,13 @@ leaks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvferry.lab.demo.near_tie import tolerance_of
 from kvferry.lab.servers import Launcher
-from tests.support.client import DO_REMOTE_DECODE, Client, Reply, wait_until
+from tests.support.client import Client, Reply, wait_until
 from tests.support.tiny_models import write_tiny_model
 
 from .conftest import START_TIMEOUT_S, TINY_NODE, Fleet
@@ -25,22 +23,6 @@ OTHER = "B ferry shows what others have packed; it does not shut the boxes. " * 
 ASKED = {"max_tokens": 12, "logprobs": 0}
 #: Far less than a lease (6 s), and enough for a busy machine.
 AT_ONCE_S = 4.0
-
-
-@pytest.fixture(scope="module")
-def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
-    """A decode node that fails the requests that it cannot load."""
-    node = module_launcher.start_node(
-        "decode/fail", "decode", "--load-failure-policy", "fail", *tiny_arguments
-    ).wait_ready(START_TIMEOUT_S)
-    return Client(node)
-
-
-def offer(prefill: Client, prompt: str, **fields: Any) -> dict[str, Any]:
-    params: dict[str, Any] = prefill.complete(
-        prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE, **fields
-    ).body["kv_transfer_params"]
-    return params
 
 
 def assert_same_scores(reply: Reply, expected: Reply) -> None:
@@ -61,7 +43,7 @@ def assert_refused(reply: Reply, expected: Reply) -> None:
 @pytest.mark.every_transport
 def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: str) -> None:
     other = f"{transport}: {OTHER}"
-    params = offer(tiny_fleet.prefill, f"{transport}: {ONE}")
+    params = tiny_fleet.prefill.offer(f"{transport}: {ONE}")
     expected = tiny_fleet.single.complete(other, **ASKED)
     reply = tiny_fleet.decode.complete(other, **ASKED, kv_transfer_params=params)
     assert_refused(reply, expected)
@@ -73,7 +55,7 @@ def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: 
 
 def test_an_offer_under_another_salt_is_not_loaded(tiny_fleet: Fleet) -> None:
     prompt = f"salted: {ONE}"
-    params = offer(tiny_fleet.prefill, prompt, cache_salt="one")
+    params = tiny_fleet.prefill.offer(prompt, cache_salt="one")
     expected = tiny_fleet.single.complete(prompt, **ASKED)
     for salt in ({"cache_salt": "another"}, {}):
         reply = tiny_fleet.decode.complete(prompt, **ASKED, kv_transfer_params=params, **salt)
@@ -82,40 +64,14 @@ def test_an_offer_under_another_salt_is_not_loaded(tiny_fleet: Fleet) -> None:
         assert reply.transfer["num_bytes"] == 0
 
 
-def test_an_offer_of_a_longer_prompt_is_not_loaded(tiny_fleet: Fleet) -> None:
-    prompt = f"longer: {ONE}"
-    params = offer(tiny_fleet.prefill, prompt)
-    expected = tiny_fleet.single.complete(prompt[:150], **ASKED)
-    reply = tiny_fleet.decode.complete(prompt[:150], **ASKED, kv_transfer_params=params)
-    assert_refused(reply, expected)
-
-
 def test_an_offer_of_a_shorter_prompt_is_loaded_as_far_as_it_goes(tiny_fleet: Fleet) -> None:
     prompt = f"shorter: {ONE}"
-    params = offer(tiny_fleet.prefill, prompt[:150])
+    params = tiny_fleet.prefill.offer(prompt[:150])
     expected = tiny_fleet.single.complete(prompt, **ASKED)
     reply = tiny_fleet.decode.complete(prompt, **ASKED, kv_transfer_params=params)
     assert_same_scores(reply, expected)
     assert not reply.transfer["error"]
     assert reply.body["metrics"]["num_loaded_tokens"] == 150
-
-
-def test_the_load_failure_policy_decides_how_the_request_ends(
-    tiny_fleet: Fleet, failing_decode: Client
-) -> None:
-    params = offer(tiny_fleet.prefill, f"policy: {ONE}")
-    reply = failing_decode.complete(f"policy! {OTHER}", **ASKED, kv_transfer_params=params)
-    assert reply.status == 500
-    assert "was not computed from this request's prompt" in reply.error
-    wait_until(lambda: tiny_fleet.prefill.is_whole() and failing_decode.is_whole(), AT_ONCE_S)
-
-
-def test_a_router_can_release_an_offer_that_no_node_will_load(tiny_fleet: Fleet) -> None:
-    params = offer(tiny_fleet.prefill, f"given up: {ONE}")
-    assert not tiny_fleet.prefill.is_whole()
-    release = {**params, "do_remote_prefill": False, "do_release": True}
-    assert tiny_fleet.prefill.complete([1], max_tokens=1, kv_transfer_params=release).status == 200
-    wait_until(tiny_fleet.prefill.is_whole, AT_ONCE_S)
 
 
 def test_nodes_with_other_chat_templates_answer_right(launcher: Launcher, tmp_path: Path) -> None:

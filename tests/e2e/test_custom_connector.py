@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.lab.servers import Launcher
 from tests.support.client import Client, wait_until
-from tests.support.recording_connector import MARK
 
 from .conftest import START_TIMEOUT_S
 
@@ -87,30 +86,3 @@ def test_a_pair_hands_over_through_a_store(
     assert router.complete(PROMPT, **ASKED).token_ids != expected  # so it is the file that is loaded
     for client in (prefill, decode):
         wait_until(client.is_whole)
-
-
-@pytest.mark.full
-def test_the_client_learns_what_the_connector_raised_and_the_node_goes_on(
-    launcher: Launcher, tiny_single: Client, tiny_single_arguments: Sequence[str]
-) -> None:
-    options = (
-        *("--role", "both", "--connector", "RecordingConnector", "--layout", "per-layer"),
-        *("--connector-module", "tests.support.recording_connector", "--connector-option"),
-    )
-    hooks = ("get_num_new_matched_tokens", "start_load_kv")
-    nodes = [
-        launcher.start(hook, "serve.py", "--port", "0", *tiny_single_arguments, *options, f"raise_in={hook}")
-        for hook in hooks
-    ]
-    launcher.wait_ready(nodes, 110)
-    prompt = [*range(1, 30)]
-    expected = tiny_single.complete(prompt, **ASKED).answer
-    for hook, client in zip(hooks, map(Client, nodes), strict=True):
-        reply = client.complete([MARK, *prompt], max_tokens=6)
-        assert reply.status == 500
-        assert f"{hook} of the connector RecordingConnector failed: Boom: on purpose" in reply.error
-        with client.streaming([MARK, *prompt], max_tokens=6) as events:
-            assert "Boom: on purpose" in str(list(events)[-1]["error"]["message"])
-        assert client.complete(prompt, **ASKED).answer == expected
-        wait_until(client.is_whole)
-        assert client.get("/health")[0] == 200

@@ -147,23 +147,6 @@ def test_the_load_needs_nodes_that_compute_and_answer() -> None:
     assert "cannot use --only load with --engine vllm, --router vllm-router or --keep" in done.stderr
 
 
-@pytest.mark.full
-def test_a_store_of_ones_own_shows_what_it_loaded(arguments: list[str], tmp_path: Path) -> None:
-    out, folder = tmp_path / "out.json", tmp_path / "store"
-    done = run_demo(
-        *arguments,
-        *("--prompt", "A ferry between two piers. " * 4, "--max-tokens", "5", "--json", str(out)),
-        *("--connector", "BlockStoreConnector", "--connector-module", "block_store"),
-        *("--connector-option", f"folder={folder}"),
-    )
-    assert done.returncode == 0, done.stderr
-    (record,) = json.loads(out.read_text())["requests"]
-    assert "transport file · mechanism read · layout per-layer" in done.stdout
-    assert (record["transport"], record["num_blocks"], record["loaded_tokens"]) == ("file", 6, 96)
-    assert record["kv_bytes"] > 0
-    assert record["transfer_gb_per_s"] > 0
-
-
 def test_each_node_of_the_pair_can_have_its_own_options() -> None:
     options = parse_arguments(["--decode-args", "--block-size 32 --layout per-layer"])
     assert options.own_arguments == ((), ("--block-size", "32", "--layout", "per-layer"))
@@ -232,22 +215,6 @@ def test_no_process_remains_after_an_interrupt(
         assert demo.wait(DEADLINE_S) == status
         wait_until(lambda: not any(is_alive(child) for child in children), timeout_s=20)
     assert not sockets_of(children)
-
-
-@pytest.mark.full
-def test_the_demo_says_how_a_node_ended(arguments: list[str]) -> None:
-    command = [sys.executable, SCRIPT, *arguments, "--prompt", "g" * 100, "--max-tokens", "400"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
-        assert demo.stderr is not None
-        children = wait_for_stage(demo, "ready", demo.stderr)
-        (decode,) = (
-            pid for pid in children if "decode" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        )
-        os.kill(decode, signal.SIGKILL)
-        said = demo.stderr.read()
-        assert demo.wait(DEADLINE_S) == 1
-    assert "the request failed" in said
-    assert "the decode node was killed by SIGKILL; the end of its log:" in said
 
 
 def wait_for_stage(demo: subprocess.Popen[str], stage: str, lines: Iterator[str]) -> list[int]:

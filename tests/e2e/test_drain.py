@@ -7,14 +7,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from kvferry.lab.servers import Launcher, Spawn
-from tests.support.client import DO_REMOTE_DECODE, Client, streamed_answer, wait_until
+from tests.support.client import Client, streamed_answer, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +58,6 @@ def start(launcher: Launcher, tiny_arguments: Sequence[str]) -> Callable[..., Cl
     return started
 
 
-def offer(prefill: Client, prompt: str) -> Mapping[str, Any]:
-    reply = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
-    params: Mapping[str, Any] = reply.body["kv_transfer_params"]
-    return params
-
-
 def is_draining(client: Client) -> bool:
     return client.get("/ready") == (503, b'{"status": "draining"}')
 
@@ -86,8 +79,8 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
     prefill, decode = start("prefill", *arguments), start("decode", *arguments)
     expected = tiny_single.complete(PROMPT, **LONG).answer
     other_expected = tiny_single.complete(OTHER_PROMPT, max_tokens=4, logprobs=0).answer
-    held = offer(prefill, OTHER_PROMPT)
-    taken = offer(prefill, PROMPT)
+    held = prefill.offer(OTHER_PROMPT)
+    taken = prefill.offer(PROMPT)
     with (
         ThreadPoolExecutor(1) as background,
         decode.streaming(PROMPT, kv_transfer_params=taken, **LONG) as events,
@@ -122,7 +115,7 @@ def test_requests_left_at_the_deadline_are_aborted_and_their_offers_released_at_
     """
     prefill = start("prefill")  # with leases of the default length, which is longer than the test waits
     decode = start("decode", "--drain-timeout-s", "0", "--max-num-seqs", "1")
-    held = [offer(prefill, f"{index} {PROMPT}") for index in range(3)]
+    held = [prefill.offer(f"{index} {PROMPT}") for index in range(3)]
     with ThreadPoolExecutor(3) as background, decode.streaming("0", **LONG) as events:
         next(events)
         waiting = [

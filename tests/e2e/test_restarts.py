@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.lab.servers import Launcher
-from tests.support.client import DO_REMOTE_DECODE, Client, assert_answers_like, wait_until
+from tests.support.client import Client, assert_answers_like, wait_until
 
 pytestmark = pytest.mark.full
 
@@ -48,13 +48,6 @@ def start(launcher: Launcher, tiny_arguments: Sequence[str], address: str) -> Ca
     return started
 
 
-def offer(prefill: Client, prompt: str) -> dict[str, Any]:
-    params: dict[str, Any] = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE).body[
-        "kv_transfer_params"
-    ]
-    return params
-
-
 @pytest.mark.every_transport
 def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_single: Client) -> None:
     prefill, decode = start("prefill"), start("decode")
@@ -65,12 +58,12 @@ def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_singl
         assert_answers_like(tiny_single, f"{index} {PROMPT}", reply.answer, 4)
         return str(reply.transfer["error"])
 
-    assert load(0, offer(prefill, f"0 {PROMPT}")) == ""
-    stale = offer(prefill, f"1 {PROMPT}")
+    assert load(0, prefill.offer(f"0 {PROMPT}")) == ""
+    stale = prefill.offer(f"1 {PROMPT}")
 
     prefill.process.kill()
     prefill = start("prefill")
-    fresh = offer(prefill, f"2 {PROMPT}")
+    fresh = prefill.offer(f"2 {PROMPT}")
     assert fresh["remote_addresses"] == stale["remote_addresses"]
     assert fresh["remote_epoch"] != stale["remote_epoch"]
     assert "restarted" in load(1, stale)
@@ -78,5 +71,5 @@ def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_singl
 
     decode.process.kill()
     decode = start("decode")
-    assert load(3, offer(prefill, f"3 {PROMPT}")) == ""
+    assert load(3, prefill.offer(f"3 {PROMPT}")) == ""
     wait_until(decode.is_whole)

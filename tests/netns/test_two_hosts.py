@@ -229,11 +229,6 @@ def pair(network: Any, nodes: Pair) -> Iterator[Pair]:
     network.mend()
 
 
-@one_is_enough
-def test_a_cache_is_transferred_from_one_host_to_the_other(pair: Pair) -> None:
-    pair.assert_delivers()
-
-
 def test_auto_uses_the_transport_that_connects(network: Any, tmp_path: Path) -> None:
     options = [
         {"network": "zeromq", "network_options": zeromq_options(network, host, tmp_path)}

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +19,6 @@ from kvferry.router.http.admin import admin_application
 from kvferry.router.http.recent_spans import span_routes
 from kvferry.router.nodes.reading import node_session, refuse_no_answers
 from kvferry.router.seen.accounts import Accounts
-from kvferry.transports.testing.certificates import Authority
 from tests.support.fake_nodes import routed, serving
 from tests.support.patience import DEADLINE_S
 
@@ -107,31 +104,6 @@ async def test_admin_endpoints_are_asked_without_a_key_and_one_that_needs_it_say
             text = "\n".join(await account(url.rstrip("/")))
         assert seen == [""]
         assert wanted in text
-
-
-async def test_the_certificate_of_admin_endpoints_has_the_name_by_which_the_node_was_found(
-    tmp_path: Path,
-) -> None:
-    authority = Authority.make(tmp_path)
-    files = authority.issue("node", "DNS:decode.models.svc")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files["tls_cert"], files["tls_key"])
-    spans = RecentSpans()
-    spans.keep(SpanRecord("a", "node", 1.1, 1.3))
-    app = admin_application(span_routes(spans, "decode"))
-    server = TestServer(app, scheme="https")
-
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "admin_port": server.port})
-
-    app.router.add_get("/health", health)
-    await server.start_server(ssl=context)
-    try:
-        url, tls = f"https://127.0.0.1:{server.port}", ClientTls(files["tls_ca"])
-        for name, wanted in (("decode.models.svc", "200.0 ms"), ("another", "certificate")):
-            assert wanted in "\n".join(await account(url, server_name=name, tls=tls))
-    finally:
-        await server.close()
 
 
 async def test_a_node_without_admin_endpoints_says_how_to_get_them() -> None:

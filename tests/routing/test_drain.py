@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.http.launcher_link import LAUNCHER_VARIABLE
-from kvferry.router.main import configure, drain_timeout_s, main
+from kvferry.router.main import configure, drain_timeout_s
 from tests.support.fake_nodes import serving
 from tests.support.patience import DEADLINE_S
 
@@ -170,25 +170,3 @@ def test_a_drain_has_a_limit_unless_another_router_serves_the_port(
     configure(parser)
     options = parser.parse_args(["--node", "http://127.0.0.1:1", *arguments])
     assert drain_timeout_s(options) == seconds
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--check-timeout-s", "0"),
-        ("--answer-timeout-s", "-1"),
-        ("--drain-timeout-s", "nan"),
-        ("--answer", "1"),
-    ],
-    ids=" ".join,
-)
-def test_options_that_cannot_work_are_refused(
-    arguments: tuple[str, str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    node = "http://127.0.0.1:1"
-    try:
-        status = main(["--port", "0", "--prefill", node, "--decode", node, *arguments])
-    except SystemExit as end:  # argparse's own refusal
-        status = int(end.code or 0)
-    assert status == 2
-    assert arguments[0] in capfd.readouterr().err

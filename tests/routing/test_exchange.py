@@ -63,6 +63,7 @@ COUNTS = Event.of({"choices": [], "usage": {"completion_tokens": 1}})
         ([], 1, EMPTY),
         ([Event(b": still here\n\n")], 1, EMPTY),
         ([chunk(0, None, "")], 1, EMPTY),
+        ([Event.of({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})], 1, EMPTY),
         ([chunk(0, None)], 1, CUT),
         ([chunk(0, None), chunk(0, "stop", "")], 1, ""),
         ([chunk(0, "stop")], 2, CUT),

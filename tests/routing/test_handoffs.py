@@ -314,19 +314,6 @@ async def test_prompts_of_different_kinds_are_refused(prompt: list[Any]) -> None
     assert not report["handoffs"] or not any(report["handoffs"][0][result] for result in RESULTS)
 
 
-async def test_a_refusal_of_one_of_several_prompts_is_the_whole_answer() -> None:
-    class Picky(Decode):
-        async def handle(self, request: web.Request) -> web.StreamResponse:
-            if (await request.json())["prompt"] == "bad":
-                return web.json_response({"error": {"message": "no", "param": "prompt"}}, status=400)
-            return await super().handle(request)
-
-    prefill = Prefill()
-    async with routed([prefill], [Picky(whole())]) as client:
-        status, text = await ask(client, prompt=["good", "bad"])
-        assert (status, json.loads(text)["error"]["message"]) == (400, "no")
-
-
 @pytest.mark.parametrize(
     ("mode", "policy", "status"),
     [

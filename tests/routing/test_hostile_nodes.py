@@ -113,19 +113,14 @@ async def post(client: Any, **body: Any) -> tuple[int, bytes]:
         return response.status, await response.read()
 
 
-@pytest.mark.parametrize("status", [200, 400, 500])
-async def test_a_prefill_node_whose_answer_does_not_end_has_failed(status: int) -> None:
+@pytest.mark.parametrize(
+    ("role", "status"), [(role, status) for role in ("prefill", "decode") for status in (200, 400, 429, 500)]
+)
+async def test_a_node_whose_answer_does_not_end_has_failed(role: str, status: int) -> None:
     endless = Endless(status)
-    async with routed([Node(endless), Node(offer)], [Node(answer)]) as client:
-        answered, _ = await post(client)
-        assert await endless.was_cut_off()
-    assert answered == 200
-
-
-@pytest.mark.parametrize("status", [200, 400, 429, 500])
-async def test_a_decode_node_whose_answer_does_not_end_has_failed(status: int) -> None:
-    endless = Endless(status)
-    async with routed([Node(offer)], [Node(endless), Node(answer)]) as client:
+    nodes = {"prefill": [Node(offer)], "decode": [Node(answer)]}
+    nodes[role].insert(0, Node(endless))
+    async with routed(nodes["prefill"], nodes["decode"]) as client:
         answered, _ = await post(client)
         assert await endless.was_cut_off()
     assert answered == 200
@@ -357,22 +352,6 @@ async def test_a_node_that_redirects_has_failed_and_nothing_goes_to_the_target(
         assert f"answered {status}" in payload.decode()
 
 
-async def test_a_health_check_follows_no_redirect() -> None:
-    inner = Inner()
-
-    async def redirect(request: web.Request) -> web.StreamResponse:
-        raise web.HTTPFound(url + "/health")
-
-    bad = Healthy(answer, health=redirect)
-    async with serving(inner) as url, serving(bad) as bad_url:
-        async with aiohttp.ClientSession(middlewares=[refuse_no_answers]) as session:
-            health = await ask_health(session, bad_url, DEADLINE_S)
-    assert health is not None
-    assert health.state is None
-    assert "answered 302" in health.error
-    assert inner.num_requests == 0
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_node_that_compresses_its_answer_has_failed(role: str) -> None:
     async def compress(request: web.Request) -> web.StreamResponse:
@@ -399,38 +378,31 @@ class Healthy(Node):
     metrics: Answer = answer  # type: ignore[assignment]
 
 
-async def test_a_health_check_reads_an_answer_that_comes_in_pieces() -> None:
-    async def in_pieces(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b'{"load_failure_policy": ')
-        await asyncio.wait_for(first_has_arrived.wait(), DEADLINE_S)
-        await response.write(b'"recompute"}')
-        return response
+async def test_a_check_reads_answers_that_come_in_pieces() -> None:
+    def in_pieces(*pieces: bytes) -> Answer:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(pieces[0])
+            await asyncio.wait_for(has_arrived.wait(), DEADLINE_S)
+            await response.write(pieces[1])
+            return response
 
-    first_has_arrived = asyncio.Event()
-    async with serving(Healthy(answer, health=in_pieces)) as url, _session(first_has_arrived) as session:
+        return answer
+
+    has_arrived = asyncio.Event()
+    node = Healthy(
+        answer,
+        health=in_pieces(b'{"load_failure_policy": ', b'"recompute"}'),
+        metrics=in_pieces(b"# HELP\n", PROTOCOL.encode()),
+    )
+    async with serving(node) as url, _session(has_arrived) as session:
         health = await ask_health(session, url, DEADLINE_S)
-    assert health is not None
-    assert (health.state, health.load_failure_policy) == (NodeState.READY, "recompute")
-
-
-async def test_the_protocol_is_found_on_a_page_that_comes_in_pieces() -> None:
-    async def in_pieces(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"# HELP\n")
-        await asyncio.wait_for(first_has_arrived.wait(), DEADLINE_S)
-        await response.write(PROTOCOL.encode())
-        return response
-
-    first_has_arrived = asyncio.Event()
-    async with (
-        serving(Healthy(answer, metrics=in_pieces)) as url,
-        _session(first_has_arrived) as session,
-    ):
+        has_arrived.clear()
         prober = Prober(url)
         await prober.completed(session, DEADLINE_S, Health(NodeState.READY))
+    assert health is not None
+    assert (health.state, health.load_failure_policy) == (NodeState.READY, "recompute")
     assert prober.protocol == 7
 
 
@@ -446,26 +418,35 @@ def _session(first_has_arrived: asyncio.Event) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(trace_configs=[trace])
 
 
-async def test_a_health_check_whose_answer_is_too_long_has_failed() -> None:
-    async def long(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=b" " * (MAX_HEALTH_BYTES + 1))
+@pytest.mark.parametrize(
+    ("status", "said", "error"),
+    [
+        (200, " " * (MAX_HEALTH_BYTES + 1), f"more than {MAX_HEALTH_BYTES} bytes"),
+        (302, "", "answered 302"),
+        (
+            503,
+            json.dumps({"status": "failing", "error": "a\n\r b" + "x" * 10_000}),
+            "/health says failing: a bxxx",
+        ),
+    ],
+    ids=["too long", "redirect", "a long error"],
+)
+async def test_what_a_health_check_says_of_a_hostile_node_is_one_short_line(
+    status: int, said: str, error: str
+) -> None:
+    inner = Inner()
 
-    async with serving(Healthy(answer, health=long)) as url, aiohttp.ClientSession() as session:
-        health = await ask_health(session, url, DEADLINE_S)
-    assert health is not None
-    assert health.state is None
-    assert f"more than {MAX_HEALTH_BYTES} bytes" in health.error
+    async def health(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, text=said, headers={"Location": inner_url + "/health"})
 
-
-async def test_what_a_node_says_is_wrong_with_it_is_one_line_of_limited_length() -> None:
-    async def fail(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "failing", "error": "a\n\r b" + "x" * 10_000}, status=503)
-
-    async with serving(Healthy(answer, health=fail)) as url, aiohttp.ClientSession() as session:
-        health = await ask_health(session, url, DEADLINE_S)
-    assert health is not None
-    assert health.error.startswith("/health says failing: a bxxx")
-    assert len(health.error) < 500
+    async with serving(inner) as inner_url, serving(Healthy(answer, health=health)) as url:
+        async with aiohttp.ClientSession(middlewares=[refuse_no_answers]) as session:
+            found = await ask_health(session, url, DEADLINE_S)
+    assert found is not None
+    assert found.state is (NodeState.GONE if status == 503 else None)
+    assert error in found.error
+    assert len(found.error) < 500
+    assert inner.num_requests == 0
 
 
 def nested(depth: int) -> bytes:
@@ -552,12 +533,14 @@ class Closing(Node):
         after: The number of tokens; more than there are: its answers are complete.
         last: What it writes then.
         as_http_1_0: Only the end of the connection ends an answer, as behind a proxy that speaks HTTP/1.0.
+        aborts: It aborts the connection then.
     """
 
     answer: Answer = answer_200
     after: int = 99
     last: bytes = b""
     as_http_1_0: bool = False
+    aborts: bool = False
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "continues_answers": IDENTITY})
@@ -588,6 +571,9 @@ class Closing(Node):
         for piece in filter(None, pieces):
             await response.write(piece)
             await asyncio.sleep(0.005)  # pieces arrive one by one
+        if self.aborts:
+            assert request.transport is not None
+            request.transport.abort()
         return response
 
 
@@ -694,18 +680,21 @@ async def test_an_answer_without_its_counts_gets_them_from_the_router(as_http_1_
         assert await streamed(client) == (200, ALL, [], "")
 
 
-@pytest.mark.parametrize("as_http_1_0", [False, True], ids=["chunked", "HTTP/1.0"])
+@pytest.mark.parametrize(
+    "how", [{}, {"as_http_1_0": True}, {"aborts": True}], ids=["chunked", "HTTP/1.0", "aborted"]
+)
 @pytest.mark.parametrize("cut_at", [0, 1, 40, -1])
 async def test_a_whole_answer_that_is_cut_off_is_given_by_another_node(
-    cut_at: int, as_http_1_0: bool
+    cut_at: int, how: dict[str, bool]
 ) -> None:
-    broken = Closing(after=0, last=whole_answer()[:cut_at], as_http_1_0=as_http_1_0)
+    broken = Closing(after=0, last=whole_answer()[:cut_at], **how)  # type: ignore[arg-type]
     async with routed([Node(offer)], [broken, Closing()]) as client:
         assert [await post(client) for _ in range(2)] == [(200, whole_answer())] * 2
     assert broken.asked
     async with routed([Node(offer)], [broken]) as client:
         status, payload = await post(client)
-    assert (status, "not one JSON object" in payload.decode()) == (503, True)
+    assert status == 503
+    assert "aborts" in how or "not one JSON object" in payload.decode()
 
 
 async def test_a_prefill_answer_that_is_cut_off_is_asked_of_another_node() -> None:

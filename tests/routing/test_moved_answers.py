@@ -1,4 +1,4 @@
-"""Another decode node goes on with a stream whose node was lost: what it is asked, and what the
+"""Another decode node goes on with a stream whose node was lost or drains: what it is asked, and what the
 client gets.
 """
 
@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from kvferry.connector.p2p.params import STOPPED_TO_MOVE
 from kvferry.router.answer.beginnings import COMPLETIONS, beginning_of, is_followed, take_token_ids
+from kvferry.router.answer.moves import stop_of
+from kvferry.router.answer.performance import MAX_MOVES
 from kvferry.router.http.sse import Event
 from kvferry.router.nodes.states import Abilities
 from tests.support.fake_nodes import routed
-from tests.support.patience import DEADLINE_S
+from tests.support.patience import DEADLINE_S, until
 
 CHATS = "/v1/chat/completions"
 IDENTITY = "fedcba9876543210"
@@ -201,7 +205,10 @@ def test_a_chat_keeps_the_limit_that_the_client_gave() -> None:
 
 # -- the router --------------------------------------------------------------------------------------
 
+CHECKS = {"check_interval_s": 0.02, "check_timeout_s": 10.0}
 TEXT = [(f"t{number} ", 10 + number) for number in range(6)]
+WHOLE = "".join(text for text, _ in TEXT)
+OFFER = {"do_remote_prefill": True, "remote_lease": "2"}
 
 
 @dataclass
@@ -211,44 +218,87 @@ class Decode:
     Attributes:
         dies_after: The number of tokens after which it is lost.
         gives_up: It says so instead of closing the connection.
+        offers: It offers the cache of an answer that it stops.
+        refuses: It answers requests to go on with 429.
+        turns: It gives one token for each turn. None: it waits for none.
+        may_begin: Set while it begins answers.
     """
 
     dies_after: int | None = None
     gives_up: dict[str, Any] | None = None
     identity: str = IDENTITY
+    offers: bool = True
+    refuses: bool = False
+    turns: asyncio.Semaphore | None = None
+    is_draining: bool = False
+    may_begin: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[dict[str, Any]] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
+    released: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.may_begin.set()
 
     async def health(self, request: web.Request) -> web.StreamResponse:
+        if self.is_draining:
+            return web.json_response({"status": "draining"}, status=503)
         return web.json_response({"status": "ok", "continues_answers": self.identity})
+
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        self.released.append((await request.json())["kv_transfer_params"])
+        return web.json_response({})
 
     async def lose(self) -> None:
         """What happens before the connection breaks."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        params = body.get("kv_transfer_params") or {}
+        if (name := params.get("move")) is not None:
+            self.orders.append(name)
+            return web.json_response({"status": "ok"})
         self.asked.append(body)
-        known = (body.get("kv_transfer_params") or {}).get("continues") or {}
+        known = params.get("continues") or {}
         assert not known or known["model"] == self.identity
+        begin = len(known.get("token_ids", ()))
+        if self.refuses and begin:
+            return web.json_response({"error": {"message": "too many"}}, status=429)
+        await self.may_begin.wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        begin = len(known.get("token_ids", ()))
         for number, (text, token_id) in enumerate(TEXT[begin:]):
             if number == self.dies_after:
                 if self.gives_up is not None:
-                    await response.write(Event.of(self.gives_up).raw + b"data: [DONE]\n\n")
-                    return response
+                    await response.write(Event.of(self.gives_up).raw)
+                    break
                 await self.lose()
                 assert request.transport is not None
                 request.transport.abort()
                 return response
+            if self.turns is not None:
+                await self.turns.acquire()
             is_last = begin + number == len(TEXT) - 1
-            reason = "length" if is_last else None
-            choice = {"index": 0, "text": text, "finish_reason": reason, "token_ids": [token_id]}
-            written = json.dumps({"created": known.get("created", 77), "choices": [choice]})
-            await response.write(f"data: {written}\n\n".encode())
-            await asyncio.sleep(0.01)
+            is_stopped = known.get("move_as") in self.orders and not is_last
+            reason = "length" if is_last else "moved" if is_stopped else None
+            choice = {"index": 0, "text": text, "finish_reason": reason}
+            choice |= {"token_ids": [token_id]} if body.get("return_token_ids") else {}
+            offer = {"kv_transfer_params": OFFER if self.offers else None, "metrics": {}}
+            content = {
+                "created": known.get("created", 77),
+                "choices": [choice],
+                **(offer if is_stopped else {}),
+            }
+            await response.write(f"data: {json.dumps(content)}\n\n".encode())
+            await asyncio.sleep(0.01)  # events arrive one by one
+            if is_stopped:
+                break
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def give(self, num_turns: int = 1000) -> None:
+        assert self.turns is not None
+        for _ in range(num_turns):
+            self.turns.release()
 
 
 @dataclass
@@ -268,12 +318,12 @@ async def streamed(client: Any, **fields: Any) -> str:
     async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=body) as response:
         payload = await response.text()
     events = [json.loads(line.removeprefix("data: ")) for line in payload.split("\n\n") if "{" in line]
-    assert not any("token_ids" in str(one) for one in events)
+    assert not [word for word in ("token_ids", "kv_transfer_params", '"moved"') if word in payload]
     assert payload.endswith("data: [DONE]\n\n")
+    assert payload.count("[DONE]") == 1
     return "".join(one["error"]["message"] if "error" in one else one["choices"][0]["text"] for one in events)
 
 
-WHOLE = "".join(text for text, _ in TEXT)
 ERROR = {"error": {"message": "the engine died", "code": 500}}
 ABORT = {"created": 77, "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
 
@@ -302,54 +352,6 @@ async def test_a_request_that_a_node_fails_before_its_first_token_is_not_repeate
     """A load that failed under the policy `fail` would fail at the next node as well."""
     async with routed([Prefill()], [Decode(0, ERROR)] * 2) as client:
         assert await streamed(client) == "the engine died"
-
-
-FRAME = {"created": 77, "choices": [{"index": 0, "text": "", "finish_reason": None}]}
-CHAT_FRAME = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
-USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 0}}
-
-
-@dataclass
-class Stopping(Decode):
-    """A server of vLLM that is stopped before the first token: its stream ends well, with nothing in it."""
-
-    frame: tuple[dict[str, Any], ...] = ()
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
-        raw = b"".join(Event.of(each).raw for each in self.frame) + b"data: [DONE]\n\n"
-        return web.Response(body=raw, content_type="text/event-stream")
-
-
-@pytest.mark.parametrize(
-    "frame", [(), (FRAME,), (USAGE,), (FRAME, USAGE)], ids=["", "frame", "usage", "both"]
-)
-async def test_an_answer_without_a_token_is_given_by_another_node(frame: tuple[dict[str, Any], ...]) -> None:
-    stopping, well = Stopping(frame=frame), Decode()
-    async with routed([Prefill()], [stopping, well]) as client:
-        assert await streamed(client) == WHOLE
-        assert await streamed(client) == WHOLE
-    assert stopping.asked
-
-
-@pytest.mark.parametrize("frame", [(), (FRAME,), (CHAT_FRAME,), (USAGE,)], ids=["", "frame", "chat", "usage"])
-async def test_an_answer_without_a_token_is_never_given_to_a_client(
-    frame: tuple[dict[str, Any], ...],
-) -> None:
-    body = {"prompt": "p", "stream": True, "temperature": 1.0}
-    async with routed([Prefill()], [Stopping(frame=frame)]) as client:
-        async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=body) as response:
-            payload = await response.text()
-    assert '"error"' in payload
-
-
-async def test_an_answer_moves_as_often_as_there_are_nodes() -> None:
-    nodes = [Decode(2), Decode(2), Decode()]
-    async with routed([Prefill()], nodes) as client:
-        assert await streamed(client) == WHOLE
-    assert sorted(
-        len((one.asked[0]["kv_transfer_params"]["continues"]).get("token_ids", ())) for one in nodes
-    ) == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -426,46 +428,152 @@ async def test_a_request_that_ends_each_node_is_not_asked_of_those_that_come_bac
     assert [len(node.asked) for node in nodes] == [1, 1]
 
 
-# -- whole answers -----------------------------------------------------------------------------------
+# -- nodes that drain --------------------------------------------------------------------------------
 
 
-@dataclass
-class Whole:
-    """A node that gives whole answers.
-
-    Attributes:
-        cut_at: The connection is cut after so many bytes of the body. None: it is not.
+@asynccontextmanager
+async def answering(
+    *nodes: Decode, prefill: Prefill | None = None, **options: Any
+) -> AsyncIterator[tuple[Any, asyncio.Task[str], Decode, Decode]]:
+    """Ask a router of two nodes that wait for their turns. Yields its client, the stream, the node that
+    answers, and the other one.
     """
-
-    cut_at: int | None = None
-    asked: list[dict[str, Any]] = field(default_factory=list)
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
-        body = json.dumps({"choices": [{"index": 0, "text": WHOLE, "finish_reason": "length"}]}).encode()
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        response.content_length = len(body)
-        if self.cut_at != 0:
-            await response.prepare(request)
-            await response.write(body[: self.cut_at])
-        if self.cut_at is not None:
-            assert request.transport is not None
-            await asyncio.sleep(0.05)  # what was written has left
-            request.transport.abort()
-        return response
+    for node in nodes:
+        node.turns = asyncio.Semaphore(0)
+    async with routed([prefill or Prefill()], nodes, **CHECKS, **options) as client:  # type: ignore[arg-type]
+        asking = asyncio.create_task(streamed(client))
+        await until(lambda: any(node.asked for node in nodes))
+        left, other = sorted(nodes, key=lambda node: not node.asked)
+        yield client, asking, left, other
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"n": 2, "seed": 3, "logprobs": 1}], ids=str)
-@pytest.mark.parametrize("cut_at", [0, 20], ids=["before the answer", "in the middle of the answer"])
-async def test_a_whole_answer_is_given_again_from_its_beginning(cut_at: int, fields: dict[str, Any]) -> None:
-    prefill, lost, well = Prefill(), Whole(cut_at), Whole()
-    body = {"prompt": "p", "max_tokens": 6, **fields}
-    async with routed([prefill], [lost, well]) as client:
-        async with asyncio.timeout(DEADLINE_S), client.post(COMPLETIONS, json=body) as response:
-            found = await response.json()
+@pytest.mark.parametrize("offers", [True, False], ids=["with its cache", "without an offer"])
+async def test_an_answer_moves_from_a_node_that_drains(offers: bool) -> None:
+    prefill = Prefill()
+    async with answering(Decode(offers=offers), Decode(offers=offers), prefill=prefill) as asked:
+        client, asking, left, other = asked
+        left.give(2)
+        left.is_draining = True
+        await until(lambda: left.orders)
+        left.give(1)
+        await until(lambda: other.asked)
+        other.give()
+        assert await asking == WHOLE
         page = await (await client.get("/metrics")).text()
-    assert [choice["text"] for choice in found["choices"]] == [WHOLE]
-    assert len(prefill.asked) == 2
-    # The second node chooses all tokens itself, by what the client has asked for.
-    assert well.asked == [lost.asked[0]]
+    assert "kvferry_router_stopped_answers_total 1.0" in page
     assert "kvferry_router_moved_answers_total 0.0" in page
+    (again,), params = other.asked, other.asked[0]["kv_transfer_params"]
+    assert again["prompt"] == "p"
+    assert params["continues"]["token_ids"] == [token_id for _, token_id in TEXT[:3]]
+    # The cache of the prompt alone comes from the prefill node.
+    assert params["remote_lease"] == ("2" if offers else "1")
+    assert len(prefill.asked) == (1 if offers else 2)
+
+
+@pytest.mark.parametrize(
+    ("identity", "options"),
+    [("another model", {}), (IDENTITY, {"continue_answers": False})],
+    ids=["no other node", "switched off"],
+)
+async def test_an_answer_that_cannot_move_stays(identity: str, options: dict[str, Any]) -> None:
+    async with answering(Decode(), Decode(identity=identity), **options) as asked:
+        client, asking, left, other = asked
+        left.give(2)
+        left.is_draining = True
+        await until_state(client, "draining")
+        left.give()
+        assert await asking == WHOLE
+    assert not left.orders
+    assert not other.asked
+
+
+async def until_state(client: Any, state: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while state not in [node["state"] for node in (await (await client.get("/nodes")).json())["nodes"]]:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_the_other_node_refuses_goes_back() -> None:
+    async with answering(Decode(refuses=True), Decode(refuses=True)) as asked:
+        _, asking, left, other = asked
+        left.refuses = False
+        left.give(1)
+        left.is_draining = True
+        await until(lambda: left.orders)
+        left.give()
+        assert await asking == WHOLE
+    assert len(left.asked) == 2
+    assert len(other.asked) == 1
+    again = left.asked[1]["kv_transfer_params"]
+    assert again["continues"]["token_ids"] == [TEXT[0][1], TEXT[1][1]]
+    assert "remote_lease" not in again  # it has the cache itself
+    assert [params["remote_lease"] for params in left.released] == ["2"]
+
+
+async def test_a_few_answers_move_at_a_time() -> None:
+    left, other = (Decode(turns=asyncio.Semaphore(0)) for _ in range(2))
+    other.is_draining = True
+    async with routed([Prefill()], [left, other], expects_ready=False, **CHECKS) as client:  # type: ignore[arg-type]
+        asking = [asyncio.create_task(streamed(client)) for _ in range(2 * MAX_MOVES)]
+        await until(lambda: len(left.asked) == len(asking))
+        left.give(len(asking))
+        other.may_begin.clear()
+        other.is_draining = False
+        await until_state(client, "ready")
+        left.is_draining = True
+        await until(lambda: len(left.orders) == MAX_MOVES)
+        left.give(len(asking))
+        await until(lambda: len(other.asked) == MAX_MOVES)
+        assert len(left.orders) == MAX_MOVES
+        other.may_begin.set()
+        await until(lambda: len(left.orders) == len(asking))
+        left.give(len(asking))
+        other.give()
+        assert await asyncio.gather(*asking) == [WHOLE] * len(asking)
+
+
+# -- the end of what a server of vLLM sends ------------------------------------------------------------
+
+
+def vllm_event(text: str, token_ids: list[int], **more: Any) -> Event:
+    choice = {"index": 0, "text": text, "finish_reason": None, "stop_reason": None, "token_ids": token_ids}
+    return Event.of({"id": "c", "created": 5, "prompt_token_ids": [1, 2], "choices": [{**choice, **more}]})
+
+
+def test_a_server_of_vllm_says_in_its_stop_reason_what_it_offers() -> None:
+    reason = STOPPED_TO_MOVE + json.dumps(OFFER)
+    stop = stop_of(vllm_event("a", [7], finish_reason="length", stop_reason=reason))
+    assert stop is not None
+    assert stop.params == OFFER
+    assert stop.event.raw == vllm_event("a", [7]).raw
+    nothing = stop_of(vllm_event("a", [7], finish_reason="length", stop_reason=f"{STOPPED_TO_MOVE}null"))
+    assert nothing is not None
+    assert nothing.params is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        vllm_event("moved", [7]),
+        vllm_event('"moved"', [7], finish_reason="length"),
+        vllm_event(STOPPED_TO_MOVE, [7]),
+        vllm_event("a", [7], finish_reason="stop", stop_reason="moved"),
+        vllm_event("a", [7], finish_reason="stop", stop_reason=STOPPED_TO_MOVE + "null"),
+        Event(b"data: [DONE]\n\n"),
+    ],
+    ids=range(6),
+)
+def test_other_events_say_nothing_of_a_stop(event: Event) -> None:
+    assert stop_of(event) is None
+
+
+def test_a_cache_is_of_no_use_if_the_next_server_is_told_fewer_tokens() -> None:
+    """The text of a part of a character is held back, so the next server chooses its token again."""
+    body = {"prompt": "p", "max_tokens": 9, "temperature": 0, "stream": True}
+    first = vllm_event("a", [7])
+    beginning = beginning_of(body, COMPLETIONS, VLLM, first)
+    assert beginning is not None
+    beginning.add((7,), first)
+    assert beginning.is_told_whole
+    beginning.add((8,), vllm_event("", [8]))
+    assert not beginning.is_told_whole

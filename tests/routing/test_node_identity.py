@@ -28,6 +28,7 @@ class VllmServer:
     Attributes:
         identity: Of its model. Empty: it does not know it.
         told: The identity that it has said last, if that differs.
+        page: Its `/metrics`.
         asked: The requests, without questions and releases.
     """
 
@@ -37,6 +38,7 @@ class VllmServer:
     names: Collection[str] = ("m",)
     policy: str = "fail"
     protocol: int = 6
+    page: str = ""
     place: dict[str, Any] = field(default_factory=dict)
     num_questions: int = 0
     request: Any = None
@@ -49,6 +51,9 @@ class VllmServer:
     async def models(self, request: web.Request) -> web.StreamResponse:
         known = {"object": "model", "owned_by": "vllm", "max_model_len": 100}
         return web.json_response({"object": "list", "data": [{"id": name, **known} for name in self.names]})
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self.page)
 
     async def release(self, request: web.Request) -> web.StreamResponse:
         self.released.set()
@@ -199,49 +204,35 @@ class Failing(VllmServer):
         return response
 
 
-async def test_the_offer_of_a_refused_stream_is_released_at_once() -> None:
-    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer")
-    async with routed([prefill], [decode]) as client:
-        assert "Internal server error" in await text_of(client, {"temperature": 1})
-        await asyncio.wait_for(prefill.released.wait(), DEADLINE_S)
-
-
-async def test_the_offer_of_a_stream_that_is_refused_after_its_beginning_is_released_at_once() -> None:
-    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer")
-    decode.begins = asyncio.Event()
-    async with routed([prefill], [decode]) as client, asyncio.timeout(DEADLINE_S):
-        response = await client.post("/v1/completions", json=STREAM | {"temperature": 1})
-        assert await response.content.readany() == ROLE
-        decode.begins.set()
-        assert await response.content.read() == ERROR
-        await prefill.released.wait()
-
-
+@pytest.mark.parametrize("identity", ["identity", "other"])
 @pytest.mark.parametrize("temperature", [0, 1])
-async def test_the_client_is_told_in_what_the_nodes_differ(temperature: float) -> None:
-    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer", identity="other")
+async def test_the_offer_of_a_refused_stream_is_released_and_the_client_told_why(
+    identity: str, temperature: float
+) -> None:
+    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer", identity=identity)
     async with routed([prefill], [decode]) as client:
         for _ in range(2):
             answer = await text_of(client, {"temperature": temperature})
-            assert answer.startswith("500 ")
-            assert "Internal server error: the prompt's cache cannot be handed over" in answer
-            assert "these nodes differ in weights; start both" in answer
+            assert "Internal server error" in answer
+            assert answer.startswith("500 ") == (identity == "other")
+            assert ("these nodes differ in weights; start both" in answer) == (identity == "other")
         await asyncio.wait_for(prefill.released.wait(), DEADLINE_S)
 
 
-async def test_a_client_whose_stream_has_begun_is_told_too_in_what_the_nodes_differ() -> None:
+@pytest.mark.parametrize("identity", ["identity", "other"])
+async def test_the_same_holds_for_a_stream_that_is_refused_after_its_beginning(identity: str) -> None:
     """vLLM begins a chat's stream before it loads."""
-    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer", identity="other")
+    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer", identity=identity)
     decode.begins = asyncio.Event()
     async with routed([prefill], [decode]) as client, asyncio.timeout(DEADLINE_S):
         response = await client.post("/v1/completions", json=STREAM | {"temperature": 1})
         assert await response.content.readany() == ROLE
         decode.begins.set()
-        rest = await response.text()
-        assert "Internal server error: the prompt's cache cannot be handed over" in rest
-        assert "these nodes differ in weights; start both" in rest
-        assert rest.count('"error"') == 1
-        assert rest.endswith("data: [DONE]\n\n")
+        rest = await response.content.read()
+        assert (rest == ERROR) == (identity == "identity")
+        assert (b"these nodes differ in weights; start both" in rest) == (identity == "other")
+        assert rest.count(b'"error"') == 1
+        assert rest.endswith(b"data: [DONE]\n\n")
         await prefill.released.wait()
 
 
@@ -254,10 +245,12 @@ class ReferenceNode:
 
     kv_role: str
     names: Collection[str] = ("m",)
+    load: Any = None
     asked: list[dict[str, Any]] = field(default_factory=list)
 
-    async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok", "kv_role": self.kv_role, "models": list(self.names)})
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        known = {"kv_role": self.kv_role, "models": list(self.names), "load": self.load}
+        return web.json_response({"status": "ok", **known})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.names]})
@@ -389,3 +382,36 @@ async def test_what_a_server_is_is_known_with_its_first_check() -> None:
     async with routed([Slow("kv_producer")], [Slow("kv_consumer")]) as client:
         known = [(await node(client, role))["kv_role"] for role in ("prefill", "decode")]
     assert known == ["kv_producer", "kv_consumer"]
+
+
+# -- what nodes have to do -----------------------------------------------------------------------------
+
+VLLM_PAGE = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+"""
+
+
+def load(running: object, waiting: object = 0, pool_usage: object = 0.5) -> dict[str, object]:
+    return {"running": running, "waiting": waiting, "pool_usage": pool_usage}
+
+
+@pytest.mark.parametrize("said", [load(4, 1, 0.62), None])
+async def test_the_router_shows_what_nodes_have_to_do(said: object) -> None:
+    nodes = [ReferenceNode("kv_both", load=said), VllmServer("kv_both", page=VLLM_PAGE)]
+    async with routed(nodes[:1], nodes[1:]) as client:
+        assert (await node(client, "prefill"))["load"] == said
+        assert (await node(client, "decode"))["load"] == load(5, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    "said", [load(-1), load("7"), load(True), load(float("inf")), load(10**12), [], {"running": 1}]
+)
+async def test_a_load_that_cannot_be_true_is_not_believed(said: object) -> None:
+    async with routed([], [ReferenceNode("kv_both", load=said)]) as client:
+        assert (await node(client, "decode"))["load"] is None

@@ -197,21 +197,6 @@ class FrozenPrefill(Player):
         raise AssertionError("the router waited too long")
 
 
-async def test_one_failed_check_of_a_busy_node_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    node = UpstreamNode("decode", "http://busy")
-    late = Health(None, "/health did not answer within 5 s", ends_requests=True)
-    node.note(Health(NodeState.READY))
-    async with node.exchange():
-        for health in (late, Health(NodeState.READY), late, Health(NodeState.READY), late):
-            node.note(health)
-            await asyncio.sleep(0)
-    assert node.state is NodeState.READY
-    node.note(late)
-    assert node.state is NodeState.GONE
-    assert changes_of(caplog, "decode") == ["ready", "gone"]
-
-
 async def test_one_broken_connection_does_not_make_a_node_gone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     breaking = Player(dies=True)
@@ -321,16 +306,6 @@ async def test_a_router_without_descriptors_does_not_consider_its_nodes_gone(
     assert node.state is NodeState.READY
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "the router cannot check" in line
-
-
-async def test_a_503_without_a_node_says_when_to_retry() -> None:
-    decode = Player()
-    async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
-        decode.says = {"status": "starting"}
-        await until_state(client, "gone")
-        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) > 0
 
 
 def test_connections_to_nodes_are_probed() -> None:

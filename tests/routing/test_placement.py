@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.spans import RecentSpans
-from kvferry.router.choice.fleet import Fleet, Mode, Progress
+from kvferry.router.choice.fleet import Fleet, Progress
 from kvferry.router.choice.placement import (
     Ask,
     Choice,
@@ -27,7 +25,7 @@ from kvferry.router.choice.placement import (
 )
 from kvferry.router.choice.prefixes import PIECE_TOKENS, Prefixes, keys_of
 from tests.support.fake_nodes import routed
-from tests.support.patience import DEADLINE_S, SLOWNESS
+from tests.support.patience import DEADLINE_S
 
 NO_LIMITS = Limits()
 
@@ -441,36 +439,21 @@ def test_a_fleet_that_changes_at_each_request_leaves_little_behind(monkeypatch: 
 
 @dataclass
 class Both:
-    """A node that computes and answers.
+    """A node that computes and answers."""
 
-    Attributes:
-        token_s: What each prompt token takes that it has not computed before.
-    """
-
-    hold: asyncio.Event | None = None
-    token_s: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list)
-
-    def num_new(self, prompt: list[int]) -> int:
-        """Return the tokens of a prompt after its longest beginning that it has computed."""
-        known = (os.path.commonprefix([prompt, each["prompt"]]) for each in self.asked)
-        return len(prompt) - max(map(len, known), default=0)
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "kv_role": "kv_both", "load_failure_policy": "fail"})
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if self.token_s:
-            await asyncio.sleep(self.token_s * self.num_new(body["prompt"]))
         self.asked.append(body)
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "remote_lease": "1"}})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-        if self.hold is not None:
-            await self.hold.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -514,64 +497,3 @@ async def test_idle_nodes_compute_the_prompts_that_they_answer() -> None:
     assert not any(each.num_prefills for each in loads)
     assert len(loads[0].asked) + len(loads[1].asked) == 6
     assert not any("remote_lease" in str(body) for each in loads for body in each.asked)
-
-
-@pytest.mark.parametrize(("mode", "way"), [("never", "local"), ("always", "handover")])
-async def test_a_mode_is_kept(mode: Mode, way: str) -> None:
-    loads = [Both(), Both()]
-    async with routed(loads, [], does_both=True, placement=mode) as client:
-        for number in range(3):
-            assert (await ask(client, [number] * 64)).startswith(way)
-    assert sum(each.num_prefills for each in loads) == (3 if way == "handover" else 0)
-
-
-async def test_a_long_prompt_is_computed_where_no_answer_waits_for_it() -> None:
-    loads = [Both(asyncio.Event()), Both(asyncio.Event())]
-    async with asyncio.timeout(DEADLINE_S), routed(loads, [], does_both=True) as client:
-        body = {"prompt": [7] * 16, "stream": True, "max_tokens": 400}
-        async with client.post("/v1/completions", json=body) as response:
-            await response.content.readany()
-            answering = next(each for each in loads if each.asked)
-            other = next(each for each in loads if each is not answering)
-            assert other.hold is not None
-            other.hold.set()
-            await ask(client, [9] * 3000)
-            assert [len(each.asked) for each in (answering, other)] == [1, 1]
-            assert answering.hold is not None
-            answering.hold.set()
-            await response.read()
-
-
-async def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
-    # The router measures what prompts take, so they take longer than the noise of the machine.
-    loads = [Both(token_s=5e-5 * SLOWNESS), Both(token_s=5e-5 * SLOWNESS)]
-    async with routed(loads, [], does_both=True) as client:
-        turn = [1] * 2048
-        await ask(client, turn)
-        where = next(each for each in loads if each.asked)
-        for number in range(3):
-            turn = [*turn, *([number] * 64)]
-            await ask(client, turn)
-        assert len(where.asked) == 4
-
-
-async def test_a_node_that_is_lost_is_not_chosen_again_for_the_request() -> None:
-    class Lost(Both):
-        async def handle(self, request: web.Request) -> web.StreamResponse:
-            self.asked.append(json.loads(await request.text()))
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
-
-    lost, well = Lost(), Both()
-    async with routed([lost, well], [], does_both=True) as client:
-        for _ in range(2):
-            assert await ask(client, [3] * 40)
-    assert len(well.asked) >= 2
-
-
-async def test_nodes_with_one_role_are_placed_by_their_roles() -> None:
-    prefill, decode = Both(), Both()
-    async with routed([prefill], [decode]) as client:
-        assert (await ask(client, [1] * 40)).startswith("handover: the only way")
-    assert (prefill.num_prefills, decode.num_prefills) == (1, 0)

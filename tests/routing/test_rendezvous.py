@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from tests.support.fake_nodes import let_rendezvous, routed
+from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S
 
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
@@ -107,43 +107,6 @@ async def test_both_nodes_are_asked_at_once_by_a_name() -> None:
     assert decode.bodies[0]["kv_transfer_params"] == expected
 
 
-async def test_the_first_request_is_one_where_the_prefill_node_says_at_ready_where_it_is() -> None:
-    prefill, decode = Fake(PARAMS), Fake()
-    let_rendezvous(prefill, decode)
-    async with routed([prefill], [decode]) as client:
-        prefill.hold, decode.hold = decode.asked, prefill.asked
-        assert await ask(client) == 200
-    assert prefill.names() == decode.names() != [None]
-
-
-async def test_each_request_has_a_name_of_its_own() -> None:
-    prefill, decode = Fake(PARAMS), Fake()
-    async with introduced([prefill], [decode]) as client:
-        for _ in range(3):
-            await ask(client)
-    assert len(set(prefill.names())) == 3
-    assert prefill.names() == decode.names()
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "options", "fields"),
-    [
-        pytest.param(
-            Fake({**PARAMS, "rendezvous_supported": None}), Fake(), {}, {}, id="prefill node cannot"
-        ),
-        pytest.param(Fake(PARAMS), Fake(protocol=0), {}, {}, id="decode node cannot"),
-        pytest.param(Fake(PARAMS), Fake(), {"rendezvous": False}, {}, id="switched off"),
-    ],
-)
-async def test_otherwise_they_are_asked_one_after_the_other(
-    prefill: Fake, decode: Fake, options: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    async with introduced([prefill], [decode], **options) as client:
-        assert await ask(client, **fields) == 200
-    assert prefill.names() == [None]
-    assert decode.bodies[0]["kv_transfer_params"] == (prefill.params or {})
-
-
 async def test_a_decode_node_holds_no_blocks_for_a_prompt_in_a_queue() -> None:
     prefill, decode = Fake(PARAMS), Fake()
     async with introduced([prefill], [decode]) as client:
@@ -171,27 +134,6 @@ async def test_a_prefill_that_fails_before_the_decode_node_answers_is_repeated(s
         assert await value(client, 'kvferry_router_retries_total{role="prefill"}') >= 1
     # Both nodes were asked once more, one after the other, and the decode node was not blamed.
     assert [name is None for name in decode.names()] == [False, True]
-
-
-async def test_a_prefill_that_offers_nothing_is_repeated() -> None:
-    prefill, decode = Fake(PARAMS), Fake()
-    async with introduced([prefill], [decode]) as client:
-        prefill.params, decode.hold = None, asyncio.Event()
-        asking = asyncio.create_task(ask(client))
-        while not decode.num_hung_up:
-            await asyncio.sleep(0.01)
-        decode.hold.set()
-        assert await asking == 200
-    assert [name is None for name in prefill.names()] == [False, True]
-
-
-async def test_the_prefill_nodes_refusal_is_the_clients_answer() -> None:
-    prefill, decode = Fake(PARAMS), Fake()
-    async with introduced([prefill], [decode]) as client:
-        prefill.statuses, decode.hold = [400], asyncio.Event()
-        assert await ask(client) == 400
-        while not decode.num_hung_up:
-            await asyncio.sleep(0.01)
 
 
 async def test_when_the_decode_node_is_lost_its_prefill_ends_and_the_next_has_another_name() -> None:

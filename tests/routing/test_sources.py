@@ -32,17 +32,6 @@ A, B, C = (f"http://10.0.0.{number}:8100" for number in (1, 2, 3))
 # -- contributions -----------------------------------------------------------------------------------
 
 
-def test_a_node_exists_until_every_source_has_dropped_it() -> None:
-    nodes = Contributions()
-    assert nodes.update("file", [A, B]).added == {A, B}
-    assert not nodes.update("admin", [B]).added
-    assert nodes.sources_of(B) == ("admin", "file")
-    assert nodes.update("file", []).dropped == {A}
-    assert nodes.urls() == {B}
-    assert nodes.update("admin", []).dropped == {B}
-    assert not nodes.urls()
-
-
 @given(st.lists(st.tuples(st.sampled_from(["file", "admin", "dns"]), st.sets(st.sampled_from([A, B, C])))))
 def test_changes_add_up_to_what_the_sources_name(updates: list[tuple[str, set[str]]]) -> None:
     nodes = Contributions()
@@ -131,15 +120,13 @@ def test_a_url_of_a_host_and_a_port_is_taken_as_it_is(url: str) -> None:
     [
         (f'prefill = ["{A}/"]\ndecode = ["{B}", "{C}"]\n', False),
         (f'{{"prefill": ["{A}"], "decode": ["{B}", "{C}"]}}', True),
+        ("\n", False),
+        ("\n", True),
     ],
 )
 def test_a_list_of_nodes_is_toml_or_json(text: str, is_json: bool) -> None:
-    assert parse_nodes(text.encode(), is_json=is_json) == {"prefill": (A,), "decode": (B, C)}
-
-
-@pytest.mark.parametrize("is_json", [False, True])
-def test_an_empty_list_names_no_node(is_json: bool) -> None:
-    assert parse_nodes(b"\n", is_json=is_json) == {"prefill": (), "decode": ()}
+    named = {"prefill": (A,), "decode": (B, C)} if text.strip() else {"prefill": (), "decode": ()}
+    assert parse_nodes(text.encode(), is_json=is_json) == named
 
 
 @pytest.mark.parametrize(
@@ -279,10 +266,19 @@ async def test_names_are_resolved_as_the_system_does() -> None:
         (["--decode", "localhost"], "'localhost' is not the URL of a node"),
         (["--check-interval-s", "0"], "--check-interval-s 0: it must be positive seconds"),
         (["--eject-s", "0"], "--eject-s 0: it must be more than 0"),
+        (["--check-timeout-s", "0"], "--check-timeout-s"),
+        (["--answer-timeout-s", "-1"], "--answer-timeout-s"),
+        (["--drain-timeout-s", "nan"], "--drain-timeout-s"),
+        (["--answer", "1"], "--answer"),
     ],
 )
 def test_a_router_does_not_start_with_options_that_cannot_work(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    node = "http://127.0.0.1:1"
+    try:
+        status = main(["--port", "0", "--prefill", node, "--decode", node, *words])
+    except SystemExit as end:  # argparse's own refusal
+        status = int(end.code or 0)
+    assert status == 2
     assert why in capsys.readouterr().err

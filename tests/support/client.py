@@ -85,6 +85,13 @@ class Client:
         """Ask for a greedy completion. `fields` are added to the body."""
         return self.post("/v1/completions", completion_body(prompt, fields))
 
+    def offer(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+        """Let a prefill node compute a prompt. Returns the params for a decode node."""
+        reply = self.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE, **fields)
+        assert reply.status == 200, reply.body
+        params: dict[str, Any] = reply.body["kv_transfer_params"]
+        return params
+
     @contextmanager
     def streaming(self, prompt: str | Sequence[int], **fields: Any) -> Iterator[Iterator[Mapping[str, Any]]]:
         """Ask for a streamed greedy completion.

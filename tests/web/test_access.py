@@ -43,7 +43,6 @@ from kvferry.router.main import main as router_main
 from kvferry.router.nodes.pool import NodePool
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.testing.certificates import Authority
-from tests.support import fake_nodes
 from tests.support.patience import DEADLINE_S
 
 JSON = {"Content-Type": "application/json"}
@@ -450,31 +449,6 @@ async def test_requests_beyond_those_that_are_answered_and_those_that_wait_are_a
         assert await _status_of_post(session, url, b"{}") == 200
 
 
-class Node:
-    """A fake node that answers every completion alike."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-        self.num_asked = 0
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.num_asked += 1
-        return web.json_response({"choices": [], "kv_transfer_params": None}, status=self.status)
-
-
-async def test_the_router_sends_a_request_that_a_node_answers_429_to_another_node() -> None:
-    full, free = Node(429), Node(200)
-    async with fake_nodes.routed([full, free], [full, free]) as client:
-        for _ in range(4):
-            async with client.post("/v1/completions", json={"prompt": "p"}) as response:
-                assert response.status == 200
-        assert full.num_asked > 0
-    async with fake_nodes.routed([full], [full]) as client:
-        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) > 0
-
-
 class Slow:
     """The body of a slow client."""
 
@@ -609,43 +583,51 @@ async def test_no_odd_host_is_an_error_of_the_server() -> None:
             assert await raw_status(port, twice) == 400
 
 
+ANY, KEYED = None, ApiKeys([("v", KEY)])
 OWN_NAMES = [
-    "127.0.0.1",
-    "localhost",
-    "LOCALHOST:8000",
-    "localhost.",
-    "127.0.0.2:1",
-    "[::1]:8000",
-    "[0:0:0:0:0:0:0:1]",
+    *("127.0.0.1", "localhost", "LOCALHOST:8000", "localhost.", "127.0.0.2:1"),
+    *("[::1]:8000", "[0:0:0:0:0:0:0:1]"),
+]
+OTHER_NAMES = ["evil.example", "10.0.0.1:80", "localhost.evil"]
+OTHER_ORIGINS = ["https://evil.example", "null", "http://localhost:1", "file://", "http://127.0.0.1", ""]
+JSON_TYPES = ["application/json", "application/json; charset=utf-8", "Application/JSON"]
+#: A page in a browser may send these to any server without asking it first.
+OTHER_TYPES = [
+    *("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"),
+    *("text/plain; a=application/json", "application/jsonp", ""),
+]
+#: Access, headers → the status of a request. A website can let its own name lead to 127.0.0.1. To the browser
+#: the server is then a part of that site. `URL` and `HOST` are those of the server.
+REQUESTS: list[tuple[Access, dict[str, str], int]] = [
+    *((Access(), {"Host": host}, 200) for host in OWN_NAMES),
+    *((Access(), {"Host": host}, 403) for host in OTHER_NAMES),
+    *((Access(KEYED), {"Host": host}, 200) for host in (*OWN_NAMES, *OTHER_NAMES)),
+    (Access(names=frozenset({"own.example"})), {"Host": "own.example:8000"}, 200),
+    (Access(names=ANY), {"Host": "own.example:8000"}, 200),
+    (Access(names=frozenset({"another"})), {"Host": "own.example:8000"}, 403),
+    *((Access(), {"Origin": origin}, 403) for origin in OTHER_ORIGINS),
+    *((Access(KEYED), {"Origin": origin}, 200) for origin in OTHER_ORIGINS),
+    (Access(names=ANY), {"Origin": "URL", "Host": "HOST"}, 200),
+    (Access(names=ANY), {"Origin": "https://ui.example", "Host": "ui.example"}, 200),
+    (Access(names=ANY), {"Origin": "http://localhost", "Host": "localhost:80"}, 200),
+    *((Access(), {"Content-Type": kind}, 200) for kind in JSON_TYPES),
+    *((Access(), {"Content-Type": kind}, 415) for kind in OTHER_TYPES),
 ]
 
 
-@pytest.mark.parametrize("keys", [ApiKeys(), ApiKeys([("v", KEY)])], ids=["no key", "key"])
-async def test_without_a_key_a_server_on_loopback_answers_to_names_of_loopback_only(keys: ApiKeys) -> None:
-    """A website can let its own name lead to 127.0.0.1.
-
-    To the browser the server is then a part of that site.
-    """
-    other = 200 if keys else 403
-    expected = {
-        **dict.fromkeys(OWN_NAMES, 200),
-        "evil.example": other,
-        "10.0.0.1:80": other,
-        "localhost.evil": other,
-    }
-    async with served(Access(keys)) as (url, session):
-        for host, status in expected.items():
-            headers = {"Host": host, "Authorization": f"Bearer {KEY}"}
-            async with session.get(f"{url}/health", headers=headers) as response:
-                assert response.status == status, host
-                assert status == 200 or "--insecure-http" in await response.text()
-
-
-async def test_a_server_answers_to_the_name_that_it_was_given() -> None:
-    for names, status in ((frozenset({"own.example"}), 200), (None, 200), (frozenset({"another"}), 403)):
-        async with served(Access(names=names)) as (url, session):
-            async with session.get(f"{url}/health", headers={"Host": "own.example:8000"}) as response:
-                assert response.status == status
+@pytest.mark.parametrize(("access", "headers", "status"), REQUESTS)
+async def test_a_request_is_answered_by_its_host_origin_and_type(
+    access: Access, headers: dict[str, str], status: int
+) -> None:
+    async with served(access) as (url, session):
+        own = {"URL": url, "HOST": url.removeprefix("http://")}
+        sent = {"Authorization": f"Bearer {KEY}", **JSON}
+        sent |= {name: own.get(value, value) for name, value in headers.items()}
+        async with session.post(f"{url}/v1/completions", data=b"{}", headers=sent) as response:
+            text = await response.text()
+    assert response.status == status
+    assert status != 415 or "send the body with 'Content-Type: application/json'" in text
+    assert status != 403 or "Origin" in headers or "--insecure-http" in text
 
 
 @pytest.mark.parametrize(
@@ -669,59 +651,6 @@ async def test_elsewhere_a_server_answers_to_every_name() -> None:
             for host in ("10.1.2.3:8000", "router.default.svc", "my_service"):
                 async with session.get(url, headers={"Host": host}) as response:
                     assert response.status == 200
-
-
-@pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://localhost:1", "file://", "http://127.0.0.1", ""]
-)
-async def test_without_a_key_no_page_of_another_origin_is_answered(origin: str) -> None:
-    for keys, status in ((ApiKeys(), 403), (ApiKeys([("v", KEY)]), 200)):
-        async with served(Access(keys)) as (url, session):
-            headers = {"Origin": origin, "Authorization": f"Bearer {KEY}"}
-            async with session.post(f"{url}/v1/completions", json={}, headers=headers) as response:
-                assert response.status == status
-
-
-@pytest.mark.parametrize(
-    ("host", "origin"),
-    [("", ""), ("ui.example", "https://ui.example"), ("localhost:80", "http://localhost")],
-    ids=["own", "proxy", "80"],
-)
-async def test_a_page_of_the_servers_own_origin_is_answered(host: str, origin: str) -> None:
-    async with served(Access(names=None)) as (url, session):
-        headers = {"Origin": origin or url, "Host": host or url.removeprefix("http://")}
-        async with session.post(f"{url}/v1/completions", json={}, headers=headers) as response:
-            assert response.status == 200
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data",
-        "text/plain; a=application/json",
-        "application/jsonp",
-        "",
-    ],
-)
-async def test_a_body_that_is_not_json_by_its_type_is_refused(kind: str) -> None:
-    """A page in a browser may send these to any server without asking it first."""
-    async with served(Access()) as (url, session):
-        async with session.post(
-            f"{url}/v1/completions", data=b"{}", headers={"Content-Type": kind}
-        ) as response:
-            assert response.status == 415
-            assert "send the body with 'Content-Type: application/json'" in await response.text()
-
-
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
-async def test_json_may_name_its_encoding(kind: str) -> None:
-    async with served(Access()) as (url, session):
-        async with session.post(
-            f"{url}/v1/completions", data=b"{}", headers={"Content-Type": kind}
-        ) as response:
-            assert response.status == 200
 
 
 @pytest.mark.parametrize(
