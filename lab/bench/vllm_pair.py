@@ -1,9 +1,8 @@
 """Compare pairs of vLLM servers behind kvferry's router with a single server: kvferry on each transport, and
 NixlConnector.
 
-    .venv-vllm/bin/python -m kvferry.lab.bench.vllm_pair [--systems shm shm+rendezvous nixl ...] [--measure
-    prompts load breakdown]
-                                                  [--link 1gbit|10gbit] [--rounds N] [--json FILE] [--smoke]
+    .venv-vllm/bin/python -m kvferry.lab.bench.vllm_pair [--systems shm shm+rendezvous nixl ...]
+        [--measure prompts load] [--link 1gbit|10gbit] [--rounds N] [--json FILE] [--smoke]
 
 All servers are started once. In each round every system is measured, one after the other, in a new order. The
 processes of the other systems are stopped meanwhile, because some use the processor even when they are idle.
@@ -12,24 +11,18 @@ times to the first and second token it is the prefill node, otherwise the decode
 no prefix is cached. Tables are Markdown; each figure is a median over rounds with its quartiles.
 
 prompts    Shapes of prompt tokens x concurrent requests: the times to the first token (TTFT) and to the
-second one, and the
-           time between tokens (ITL), as means over the requests of a round. Bytes are those of the prompts'
-           KV cache that the nodes report as moved; 1.00 x means each byte once. A load takes from its first
-           read to the end of the last one. What is *exposed* is not hidden by computing the prompt: the time
-           from the moment when the whole offer could be read, or when the load was ordered if that was later,
-           until the load ended. Both are per request.
+           second one, and the time between tokens (ITL), as means over the requests of a round. Bytes are
+           those of the prompts' KV cache that the nodes report as moved; 1.00 x means each byte once. A load
+           takes from its first read to the end of the last one. What is *exposed* is not hidden by computing
+           the prompt: the time from the moment when the whole offer could be read, or when the load was
+           ordered if that was later, until the load ended. Both are per request.
 load       `vllm bench serve` with prompts and answers of mixed lengths, several requests at a time.
-breakdown  One request at a time, from the router to the second token: what happened when, on which process,
-from
-           OpenTelemetry's spans. Tracing costs time, so measure the others in a run of their own.
-
 With --link, the two nodes of a pair are in network namespaces of their own, and the KV cache crosses a link
 of that rate. HTTP uses other links without a limit. This needs root, iproute2, and a transport for networks.
 
 The default model is random. It computes little but has as much KV cache per token as a large one, so that the
-handoff shows. `--model smollm2` is the model of the examples. NixlConnector (`nixl`, and `nixl-push` for the
-form that writes) takes part if `nixl` can be imported (`pip install --no-deps nixl nixl-cu12`); it runs over
-UCX on main memory.
+handoff shows. `--model smollm2` is the model of the examples. NixlConnector (`nixl`) takes part if `nixl` can
+be imported (`pip install --no-deps nixl nixl-cu12`); it runs over UCX on main memory.
 """
 
 from __future__ import annotations
@@ -54,7 +47,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from yarl import URL
 
 from kvferry.lab import client
 from kvferry.lab.client import BrokenAnswerError, totals_of
@@ -72,6 +64,8 @@ from kvferry.lab.servers import (
 BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
 VOCABULARY = 512
+#: Lengths of a load's prompts and answers differ from their average by at most this part of it.
+LOAD_RANGE = 0.5
 #: Seconds between resuming a system and measuring it, for the work that its processes do first.
 SETTLE_S = 0.3
 START_TIMEOUT_S, SETTLE_TIMEOUT_S = 900.0, 60.0
@@ -88,14 +82,11 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
-#: What a system's name can have after `+` → the router's option, which is `auto` or `off`. All others are
-#: off.
-MODES: Mapping[str, str] = {"rendezvous": "--rendezvous"}
-NIXL = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
-DEFAULT_SYSTEMS = (
-    *("shm", "shm+rendezvous"),
-    *("tcp", "tcp+rendezvous", "nixl", "nixl-push"),
-)
+#: Systems that are no transport of kvferry.
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+#: After a transport's name: the router asks both nodes at once.
+RENDEZVOUS = "+rendezvous"
+DEFAULT_SYSTEMS = ("shm", "shm+rendezvous", "tcp", "tcp+rendezvous", "nixl")
 
 
 @dataclass(frozen=True)
@@ -198,14 +189,12 @@ class Host:
     Attributes:
         prefix: What runs a command there.
         http_host: The address of its HTTP server.
-        home_host: The address at which it reaches this program.
         link_host: The address of its end of the link; empty if there is none.
         environment: Variables for the node.
     """
 
     prefix: tuple[str, ...] = ()
     http_host: str = "127.0.0.1"
-    home_host: str = "127.0.0.1"
     link_host: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -247,7 +236,6 @@ def hosts(rate: str) -> Iterator[tuple[Host, Host]]:
                 Host(
                     ("ip", "netns", "exec", name),
                     f"{subnet}.2",
-                    f"{subnet}.1",
                     f"10.77.0.{number + 1}",
                     # UCX would find that both are on one machine, and use shared memory.
                     {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "wire"},
@@ -267,10 +255,10 @@ def hosts(rate: str) -> Iterator[tuple[Host, Host]]:
 # -- the systems -------------------------------------------------------------------------------------
 
 
-def transfer_of(transport: str, host: Host) -> dict[str, Any]:
+def transfer_of(transport: str, host: Host) -> Mapping[str, Any]:
     """Return vLLM's KV transfer configuration."""
-    if transport in NIXL:
-        return {"kv_connector": NIXL[transport], "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    if transport == "nixl":
+        return NIXL
     options: dict[str, Any] = {"bind_host": host.link_host} if host.link_host else {}
     if options:
         # The link leads nowhere else. What TLS costs is measured by lab/bench/transports.py.
@@ -279,20 +267,16 @@ def transfer_of(transport: str, host: Host) -> dict[str, Any]:
     return {**KVFERRY, "kv_connector_extra_config": {"transport": transport, "transport_options": options}}
 
 
-def available(names: Sequence[str], rate: str, router_help: str) -> list[str]:
+def available(names: Sequence[str], rate: str) -> list[str]:
     """Return the systems that can be measured here. Say why others cannot.
 
     Args:
         rate: The rate of the link; empty if there is none.
-        router_help: The router's help text.
     """
     found = []
     for name in names:
-        transport, *modes = name.split("+")
-        unknown = [MODES[mode] for mode in modes if MODES[mode] not in router_help]
-        if unknown:
-            print(f"{name} is not measured: this router has no option {unknown[0]}", flush=True)
-        elif transport in NIXL and importlib.util.find_spec("nixl") is None:
+        transport = name.removesuffix(RENDEZVOUS)
+        if transport == "nixl" and importlib.util.find_spec("nixl") is None:
             print(f"{name} is not measured: nixl is not installed", flush=True)
         elif rate and transport == "shm":
             print(f"{name} is not measured: shared memory does not cross a link", flush=True)
@@ -301,12 +285,6 @@ def available(names: Sequence[str], rate: str, router_help: str) -> list[str]:
     if not found:
         sys.exit("nothing to measure: name other --systems")
     return found
-
-
-def router_options(modes: Sequence[str], router_help: str) -> list[str]:
-    """Return the router's options that switch these modes on, and the others off."""
-    known = {mode: option for mode, option in MODES.items() if option in router_help}
-    return [word for mode, option in known.items() for word in (option, "auto" if mode in modes else "off")]
 
 
 def node_arguments(arguments: argparse.Namespace) -> list[str]:
@@ -335,11 +313,7 @@ def sizes(arguments: argparse.Namespace) -> list[Shape]:
         found += arguments.shapes
     if "load" in arguments.measure:
         average = arguments.load_prompt_tokens + arguments.load_answer_tokens
-        found += [
-            Shape(int(average * (1 + arguments.load_range)), number) for number in arguments.concurrency
-        ]
-    if "breakdown" in arguments.measure:
-        found.append(Shape(arguments.breakdown_tokens, 1))
+        found += [Shape(int(average * (1 + LOAD_RANGE)), number) for number in arguments.concurrency]
     return found
 
 
@@ -382,32 +356,21 @@ def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 @contextmanager
-def running(
-    arguments: argparse.Namespace, folder: Path, model: Path, traces_port: int
-) -> Iterator[list[System]]:
+def running(arguments: argparse.Namespace, folder: Path, model: Path) -> Iterator[list[System]]:
     """Start every system, two servers at a time.
 
     Systems that differ in the router's options share their nodes.
-
-    Args:
-        traces_port: The port of this program that takes spans. 0: none.
     """
-    router_help = subprocess.check_output([sys.executable, "-m", "kvferry", "router", "--help"], text=True)
-    names = available(arguments.systems, arguments.link, router_help)
+    names = available(arguments.systems, arguments.link)
     systems: list[System] = []
-
-    def traced(home_host: str) -> list[str]:
-        endpoint = f"http://{home_host}:{traces_port}/v1/traces"
-        return ["--otlp-traces-endpoint", endpoint] if traces_port else []
-
     with hosts(arguments.link) as where, Launcher(logs=folder) as launcher:
-        for transport in dict.fromkeys(name.partition("+")[0] for name in names):
+        for transport in dict.fromkeys(name.removesuffix(RENDEZVOUS) for name in names):
             nodes = [
                 start_vllm(
                     launcher,
                     f"{transport} {role}",
                     str(model),
-                    [*node_arguments(arguments), *traced(host.home_host)],
+                    node_arguments(arguments),
                     transfer_of(transport, host),
                     host=host.http_host,
                     command=(*host.prefix, *VLLM_SERVE),
@@ -416,7 +379,6 @@ def running(
                         **host.environment,
                         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
                         "VLLM_NIXL_SIDE_CHANNEL_HOST": host.link_host or "127.0.0.1",
-                        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
                     },
                 )
                 for role, host in zip(("prefill", "decode"), where, strict=True)
@@ -430,18 +392,17 @@ def running(
                 alone = zip((ONE_NODE, PREFILL_ALONE), reversed(nodes), strict=True)
                 systems += [System(name, node.url, (node,), None) for name, node in alone]
             for name in names:
-                if name.partition("+")[0] != transport:
+                if name.removesuffix(RENDEZVOUS) != transport:
                     continue
-                options = router_options(name.split("+")[1:], router_help)
                 urls = ("--prefill", nodes[0].url, "--decode", nodes[1].url)
                 router = launcher.start(
                     f"{name} router",
                     *("router", "--port", "0", *urls, "--log-level", "warning"),
-                    *(*options, *traced("127.0.0.1")),
+                    *("--rendezvous", "auto" if name.endswith(RENDEZVOUS) else "off"),
                 )
                 router.wait_ready(START_TIMEOUT_S)
                 router.freeze()
-                name = name if transport in NIXL else f"kvferry {name}"
+                name = name if transport == "nixl" else f"kvferry {name}"
                 systems.append(System(name, router.url, tuple(nodes), router))
             for node in nodes:
                 node.freeze()
@@ -668,7 +629,7 @@ async def _bench(
         *("--model", "model", "--tokenizer", str(model), "--dataset-name", "random"),
         *("--random-input-len", str(arguments.load_prompt_tokens)),
         *("--random-output-len", str(arguments.load_answer_tokens)),
-        *("--random-range-ratio", str(arguments.load_range), "--seed", str(seed)),
+        *("--random-range-ratio", str(LOAD_RANGE), "--seed", str(seed)),
         *("--num-prompts", str(arguments.load_requests), "--max-concurrency", str(concurrency)),
         *("--num-warmups", "1", "--ignore-eos", "--temperature", "0", "--disable-tqdm"),
         *("--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,95,99"),
@@ -705,133 +666,6 @@ def _load_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown(titles, lines)
 
 
-# -- breakdown ---------------------------------------------------------------------------------------
-
-
-async def breakdown_table(
-    arguments: argparse.Namespace, systems: Sequence[System], spans: list[Any]
-) -> list[dict[str, Any]]:
-    """Say what happened when, from the client's request to the second token.
-
-    Args:
-        spans: The spans that the collector has so far.
-    """
-    chance = random.Random()
-    num_tokens = arguments.breakdown_tokens
-    requests: dict[str, list[dict[tuple[str, str], float]]] = {system.name: [] for system in systems}
-    for number in range(arguments.rounds + 1):
-        for system in chance.sample(systems, len(systems)):
-            trace = f"{chance.getrandbits(128):032x}"
-            headers = {"traceparent": f"00-{trace}-{'1' * 16}-01"}
-            prompt = chance.choices(range(3, VOCABULARY), k=num_tokens)
-            async with system.awake(), aiohttp.ClientSession(headers=headers) as session:
-                started = time.time()
-                times = await ask(session, system.url, prompt, 2)
-                own = await _spans_of(trace, spans)
-            if number:  # round 0 only warms up
-                requests[system.name].append(marks(started, times, own))
-    rows = [
-        {"system": name, "who": who, "what": what, "at_ms": spread([own[who, what] * 1e3 for own in told])}
-        for name, told in requests.items()
-        for who, what in told[0]
-        if all((who, what) in own for own in told)
-    ]
-    order: list[Any] = [*requests]
-    rows.sort(key=lambda row: (order.index(row["system"]), row["at_ms"]))
-    print(f"\n{num_tokens:,} prompt tokens, one request at a time\n\n{_breakdown(rows)}", flush=True)
-    return rows
-
-
-async def _spans_of(trace: str, spans: list[Any]) -> list[Any]:
-    """Return the spans of a trace once no more arrive."""
-    known = -1
-    deadline = time.monotonic() + 60
-    while True:
-        own = [span for span in spans if span.trace_id == trace]
-        if len(own) == known and own:
-            return own
-        if time.monotonic() > deadline:
-            sys.exit(
-                "no spans arrive: is OpenTelemetry's SDK installed, with its exporter for OTLP over HTTP?"
-            )
-        known = len(own)
-        await asyncio.sleep(1.0)  # every process exports its spans more often
-
-
-def marks(started: float, times: Sequence[float], spans: Sequence[Any]) -> dict[tuple[str, str], float]:
-    """Return what happened where → seconds since the client sent the request.
-
-    Args:
-        started: When the client sent the request, in Unix time.
-        times: When the first and the second token arrived, in seconds since then.
-    """
-    found = {("client", "sends the request"): 0.0}
-    by_id = {span.span_id: span for span in spans}
-
-    def node_of(span: Any) -> str:
-        """Return the node that a span belongs to, by the router's call that caused it."""
-        while span is not None:
-            for role in ("prefill", "decode"):
-                if span.name == f"kvferry.{role}_call":
-                    return f"{role} node"
-            span = by_id.get(span.parent_id)
-        return "the node"
-
-    def note(who: str, what: str, at: float, pick: Callable[[float, float], float] = min) -> None:
-        key = (who, what)
-        found[key] = pick(found.get(key, at - started), at - started)
-
-    for span in spans:
-        match span.name:
-            case "kvferry.router":
-                note("router", "has the request", span.start_s)
-            case "kvferry.prefill_call" | "kvferry.decode_call":
-                role = span.name.removeprefix("kvferry.").removesuffix("_call")
-                note("router", f"asks the {role} node", span.start_s)
-                if role == "prefill":
-                    note("router", "has the prefill node's whole answer", span.end_s)
-            case "llm_request":
-                who = node_of(span)
-                first = span.start_s + span.attributes["gen_ai.latency.time_to_first_token"]
-                note(who, "has the request", span.start_s)
-                note(who, "schedules it", first - span.attributes["gen_ai.latency.time_in_model_prefill"])
-                note(who, "has the first token it computes", first)
-            case "kvferry.offer":
-                note("prefill node", "offers the blocks", span.start_s)
-            case "kvferry.claim":
-                note("decode node", "claims the offer", span.start_s)
-                note("decode node", "has the grant", span.end_s, max)
-            case "kvferry.grant":
-                note("prefill node", "has the claim", span.start_s)
-                note("prefill node", "grants it", span.end_s, max)
-            case "kvferry.read":
-                note("decode node", "begins to read", span.start_s)
-                note("decode node", "has read everything", span.end_s, max)
-            case "kvferry.load":
-                note("decode node", "has blocks for the prompt", span.start_s)
-                note("decode node", "reports the load's end", span.end_s, max)
-    found["client", "has the first token"] = times[0]
-    found["client", "has the second token"] = times[1]
-    return found
-
-
-def _breakdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table. *Since* is the time from the line above, which is what this one waited for at
-    most.
-    """
-    lines: list[Sequence[str]] = []
-    system, before = "", 0.0
-    for row in rows:
-        is_new = row["system"] != system
-        at = row["at_ms"][0]
-        since = "" if is_new else f"{at - before:.1f}"
-        lines.append(
-            (row["system"] if is_new else "", _spread(row["at_ms"], 1), since, row["who"], row["what"])
-        )
-        system, before = row["system"], at
-    return markdown(("", "at ms", "since the line above", "who", "what"), lines)
-
-
 # -- the program -------------------------------------------------------------------------------------
 
 
@@ -839,33 +673,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run what was asked for. Returns the rows of each table."""
     model = model_of(arguments, folder)
     rows: dict[str, Any] = {}
-    with ExitStack() as resources:
-        spans, traces_port = [], 0
-        if "breakdown" in arguments.measure:
-            sys.path[0] = str(Path(__file__).resolve().parents[2])
-            from tests.support.collector import collecting
-
-            collector = resources.enter_context(collecting("0.0.0.0" if arguments.link else "127.0.0.1"))
-            spans, traces_port = collector.spans, URL(collector.url).port or 0
-        systems = resources.enter_context(running(arguments, folder, model, traces_port))
-        others = [system for system in systems if system.name != PREFILL_ALONE]
+    with running(arguments, folder, model) as systems:
         if "prompts" in arguments.measure:
             rows["prompts"] = asyncio.run(prompts_table(arguments, systems))
         if "load" in arguments.measure:
+            others = [system for system in systems if system.name != PREFILL_ALONE]
             rows["load"] = asyncio.run(load_table(arguments, others, model, folder))
-        if "breakdown" in arguments.measure:
-            rows["breakdown"] = asyncio.run(breakdown_table(arguments, others, spans))
     return rows
-
-
-def system_name(text: str) -> str:
-    """Check the name of a system."""
-    transport, *modes = text.split("+")
-    if not transport or not set(modes) <= set(MODES) or (modes and transport in NIXL):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: give a transport of kvferry, with any of {', '.join(f'+{mode}' for mode in MODES)}; or nixl, nixl-push"
-        )
-    return text
 
 
 def main() -> None:
@@ -876,16 +690,14 @@ def main() -> None:
     parser.add_argument(
         "--systems",
         nargs="+",
-        type=system_name,
         default=list(DEFAULT_SYSTEMS),
         metavar="NAME",
-        help=f"a transport of kvferry, with what the router shall use ({', '.join(f'+{mode}' for mode in MODES)}); or nixl, "
-        f"nixl-push (default: {' '.join(DEFAULT_SYSTEMS)})",
+        help=f"a transport of kvferry, perhaps with {RENDEZVOUS}; or nixl (default: {' '.join(DEFAULT_SYSTEMS)})",
     )
     parser.add_argument(
         "--measure",
         nargs="+",
-        choices=("prompts", "load", "breakdown"),
+        choices=("prompts", "load"),
         default=["prompts"],
         help="what to measure (default: prompts)",
     )
@@ -914,40 +726,10 @@ def main() -> None:
         help=f"prompt tokens x concurrent requests (default: {' '.join(shapes)})",
     )
     parser.add_argument("--max-tokens", type=int, default=8, help="tokens per answer (default: %(default)s)")
-    group = parser.add_argument_group("load")
-    group.add_argument(
+    parser.add_argument(
         "--concurrency", nargs="+", type=int, default=[1, 4, 8], help="requests at a time (default: 1 4 8)"
     )
-    group.add_argument(
-        "--load-rounds", type=int, default=3, help="rounds per concurrency (default: %(default)s)"
-    )
-    group.add_argument(
-        "--load-requests", type=int, default=100, help="requests per round (default: %(default)s)"
-    )
-    group.add_argument(
-        "--load-prompt-tokens",
-        type=int,
-        default=300,
-        help="tokens per prompt, on average (default: %(default)s)",
-    )
-    group.add_argument(
-        "--load-answer-tokens",
-        type=int,
-        default=32,
-        help="tokens per answer, on average (default: %(default)s)",
-    )
-    group.add_argument(
-        "--load-range",
-        type=float,
-        default=0.5,
-        help="lengths vary by at most this part of the average; 0: all are equal (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--breakdown-tokens",
-        type=int,
-        default=1024,
-        help="tokens of the breakdown's prompts (default: %(default)s)",
-    )
+    parser.set_defaults(load_rounds=3, load_requests=100, load_prompt_tokens=300, load_answer_tokens=32)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as JSON")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
     parser.add_argument(
@@ -961,13 +743,10 @@ def main() -> None:
         arguments.rounds, arguments.max_tokens, arguments.chunk_tokens = 1, 4, 64
         arguments.concurrency, arguments.load_rounds, arguments.load_requests = [2], 1, 4
         arguments.load_prompt_tokens, arguments.load_answer_tokens = 100, 6
-        arguments.breakdown_tokens = 128
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        # Milliseconds until nodes and routers send a span.
-        os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "200")
         try:
             rows = measure(arguments, folder)
         except LaunchError as error:

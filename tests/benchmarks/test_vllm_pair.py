@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,9 +14,6 @@ from kvferry.lab.bench.vllm_pair import (
     _load_table,
     _rows,
     _table,
-    marks,
-    router_options,
-    system_name,
 )
 
 
@@ -72,53 +67,3 @@ def test_a_load_counts_every_failed_request():
     *_, shm = _load_table(rows).splitlines()
     assert shm.startswith("| 4 | kvferry shm | 200.0 (200.0–200.0) 1.50 × |")
     assert shm.endswith("| 5.00 | 3 of 20 |")
-
-
-@dataclass(frozen=True)
-class Span:
-    name: str
-    start_s: float
-    end_s: float
-    span_id: str = ""
-    parent_id: str = ""
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-
-def test_a_breakdown_says_which_node_did_what_when():
-    def llm_request(start_s: float, parent_id: str) -> Span:
-        figures = {"gen_ai.latency.time_to_first_token": 0.5, "gen_ai.latency.time_in_model_prefill": 0.3}
-        return Span("llm_request", start_s, start_s + 0.6, parent_id=parent_id, attributes=figures)
-
-    found = marks(
-        100.0,
-        [2.5, 2.6],
-        [
-            Span("kvferry.prefill_call", 100.25, 101, "p"),
-            Span("kvferry.decode_call", 101.25, 103, "d"),
-            llm_request(100.5, "p"),
-            llm_request(101.5, "d"),
-            Span("kvferry.read", 101.75, 101.875),
-            Span("kvferry.read", 102, 102.25),
-        ],
-    )
-    assert found["router", "asks the prefill node"] == 0.25
-    assert found["prefill node", "has the first token it computes"] == 1.0
-    assert found["decode node", "schedules it"] == pytest.approx(1.7)
-    assert (found["decode node", "begins to read"], found["decode node", "has read everything"]) == (
-        1.75,
-        2.25,
-    )
-    assert found["client", "has the second token"] == 2.6
-
-
-@pytest.mark.parametrize("name", ["", "+rendezvous", "shm+push", "nixl+rendezvous"])
-def test_a_system_that_does_not_exist_is_refused(name):
-    with pytest.raises(argparse.ArgumentTypeError):
-        system_name(name)
-
-
-def test_a_mode_is_switched_on_or_off_if_the_router_knows_it():
-    options, help_text = router_options, "--rendezvous {auto,off}"
-    assert options(["rendezvous"], help_text) == ["--rendezvous", "auto"]
-    assert options([], help_text) == ["--rendezvous", "off"]
-    assert options([], "") == []
