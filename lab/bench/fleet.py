@@ -1,9 +1,8 @@
 """Compare ways to use the same nodes: plain nodes behind a load balancer, and prefill and decode nodes behind
 kvferry's router.
 
-    .venv-vllm/bin/python -m kvferry.lab.bench.fleet [--engine vllm|reference] [--nodes N] [--ways NAME ...]
-    [--loads NAME ...]
-                                              [--trace FILE ...] [--requests N] [--rounds N] [--output FOLDER]
+    .venv-vllm/bin/python -m kvferry.lab.bench.fleet [--engine vllm|reference] [--ways NAME ...]
+        [--loads NAME ...] [--trace FILE ...] [--requests N] [--rounds N] [--json FILE]
 
 Every node has the role kv_both and one core of its own, and every way uses all nodes, so figures per core
 compare like with like. The nodes are started once. In each round every way takes the same load: the same
@@ -17,13 +16,12 @@ one request at a time. Times count from the moment when a request is due. Only t
 waits for the answer to the turn before.
 
 A request is *good* if it keeps two limits, which are multiples of what one idle node takes: the TTFT of a
-prompt of the same length of which nothing is cached, and the time between two tokens (ITL). Goodput is the
-number of good requests per second and core. It is printed for several multiples, because the choice of the
-limits decides which way looks best.
+prompt of the same length of which nothing is cached, and the mean time between two tokens (ITL). Goodput is
+the number of good requests per second and core.
 
 The balancers are the simplest that there are, a few lines in this file. Another way of the router is one more
 row of `WAYS`, and another load one more row of `LOADS`. NixlConnector's nodes take part if `nixl` can be
-imported. Needs as many cores as nodes.
+imported. Needs two cores.
 """
 
 from __future__ import annotations
@@ -61,15 +59,12 @@ from kvferry.lab.servers import KVFERRY, LaunchedProcess, Launcher, LaunchError,
 from kvferry.router.http.access import NodeAccess
 
 from .fleet_figures import (
-    FACTORS,
     FIRST_TOKEN,
-    ITL_RULES,
     LOADS,
     Unloaded,
     comparison,
     figures_of,
     paced,
-    plot,
     predict,
     prompt_tokens,
     row_of,
@@ -79,6 +74,10 @@ from .vllm_pair import ENVIRONMENT, settled, write_random_model
 
 BLOCK_SIZE = 32
 MAX_REQUESTS = 32
+NUM_NODES = 2
+#: Tokens in a node's cache.
+POOL_TOKENS = 16384
+REQUEST_TIMEOUT_S = 300.0
 START_TIMEOUT_S, ROUTER_TIMEOUT_S = 900.0, 60.0
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
@@ -98,8 +97,8 @@ def start_nodes(
     limits = ["--max-model-len", str(-(-(longest + 1) // BLOCK_SIZE) * BLOCK_SIZE)]
     limits += ["--max-num-batched-tokens", str(options.chunk_tokens), "--max-num-seqs", str(MAX_REQUESTS)]
     limits += ["--dtype", "float32", "--block-size", str(BLOCK_SIZE)]
-    num_blocks = str(options.pool_tokens // BLOCK_SIZE)
-    cores = sorted(os.sched_getaffinity(0))[: options.nodes]
+    num_blocks = str(POOL_TOKENS // BLOCK_SIZE)
+    cores = sorted(os.sched_getaffinity(0))[:NUM_NODES]
     nodes = []
     for number, core in enumerate(cores):
         name = f"{connector} node {number}"
@@ -158,26 +157,22 @@ class Way:
 
     Attributes:
         choose: The balancer's choice; None for kvferry's router.
-        roles: What each node is for the router: `p` a prefill node, `d` a decode node. Empty: the way takes
-            any number of nodes, and the router decides per request which node does what.
+        has_roles: Whether the first node is a prefill node for the router and the second one a decode node.
+            Otherwise it decides per request which node does what.
         connector: Whose nodes it needs.
-        arguments: Further arguments of the router.
     """
 
     choose: Choice | None = None
-    roles: str = ""
+    has_roles: bool = False
     connector: str = "kvferry"
-    arguments: tuple[str, ...] = ()
 
 
 WAYS: Mapping[str, Way] = {
     "round-robin": Way(lambda in_flight, number: [*in_flight][number % len(in_flight)]),
     "least-load": Way(lambda in_flight, number: min(in_flight, key=lambda url: in_flight[url])),
-    "pair-1+1": Way(roles="pd"),
-    "pair-1+2": Way(roles="pdd"),
-    "pair-2+1": Way(roles="ppd"),
+    "pair-1+1": Way(has_roles=True),
     "auto": Way(),
-    "nixl-1+1": Way(roles="pd", connector="nixl"),
+    "nixl-1+1": Way(has_roles=True, connector="nixl"),
 }
 
 
@@ -224,9 +219,10 @@ async def in_front(way: Way, nodes: Sequence[LaunchedProcess], logs: Path) -> As
         async with balancing([node.url for node in nodes], way.choose) as url:
             yield url
         return
-    arguments = ["--port", "0", "--log-level", "warning", *way.arguments]
-    for role, node in zip(way.roles or "n" * len(nodes), nodes, strict=True):
-        arguments += [{"p": "--prefill", "d": "--decode", "n": "--node"}[role], node.url]
+    arguments = ["--port", "0", "--log-level", "warning"]
+    roles = ("--prefill", "--decode") if way.has_roles else ("--node", "--node")
+    for role, node in zip(roles, nodes, strict=True):
+        arguments += [role, node.url]
     with Launcher(logs=logs) as launcher:  # not `start_router`, which checks nodes more often than by default
         router = launcher.start("router", "router", *arguments).wait_ready(ROUTER_TIMEOUT_S)
         try:
@@ -325,9 +321,7 @@ def chosen_ways(options: argparse.Namespace) -> dict[str, Way]:
     found = {}
     for name in options.ways:
         way = WAYS[name]
-        if len(way.roles) not in (0, options.nodes):
-            why = f"it is for {len(way.roles)} nodes"
-        elif way.connector == "nixl" and options.engine != "vllm":
+        if way.connector == "nixl" and options.engine != "vllm":
             why = "only nodes of vLLM can have NixlConnector"
         elif way.connector == "nixl" and importlib.util.find_spec("nixl") is None:
             why = "nixl is not installed"
@@ -365,7 +359,7 @@ class Benchmark:
         Args:
             plans: The conversations of each round, by load.
         """
-        timeout = aiohttp.ClientTimeout(self.options.request_timeout_s)
+        timeout = aiohttp.ClientTimeout(REQUEST_TIMEOUT_S)
         connections = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
             longest = max(prompt for own in plans.values() for plan in own for prompt, _ in sizes(plan))
@@ -378,7 +372,7 @@ class Benchmark:
                 await self.measure_costs([node.url for node in nodes[:2]])
             for load, own in plans.items():
                 rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-                paces = [paced(each, idle, self.options.nodes, self.options.intensity) for each in own]
+                paces = [paced(each, idle, NUM_NODES, self.options.intensity) for each in own]
                 predicted = self.predict(ways, [plan for plan, _ in paces])
                 for number, (plan, _) in enumerate(paces):
                     first = number % len(ways)
@@ -389,8 +383,7 @@ class Benchmark:
                 rows = [row_of(load, name, told) for name, told in rounds.items()]
                 self.results["rows"] += rows
                 how = f"{sum(map(len, own[0]))} requests per round; {paces[-1][1]:.3g} s per unit of the load's time"
-                tables = table(rows, self.results["factors"], self.options.factor)
-                self.say(f"### {load}\n\n{how}\n\n{tables}")
+                self.say(f"### {load}\n\n{how}\n\n{table(rows, self.options.factor)}")
                 if predicted:
                     self.say(comparison(predicted, rounds))
 
@@ -416,7 +409,7 @@ class Benchmark:
         if self.options.costs is None:
             return {}
         costs = read_costs(self.options.costs)
-        found = {name: [predict(name, plan, costs, self.options.nodes) for plan in plans] for name in ways}
+        found = {name: [predict(name, plan, costs, NUM_NODES) for plan in plans] for name in ways}
         return {
             name: known
             for name, own in found.items()
@@ -442,13 +435,10 @@ class Benchmark:
         added = {what: after[what] - before[what] for what in after}
         if added["failed_loads"]:
             self.say(f"Warning: {added['failed_loads']:g} loads failed; their prompts were computed again.")
-        return figures_of(
-            answers, seconds, added, idle, len(nodes), self.results["factors"], self.options.itl
-        )
+        return figures_of(answers, seconds, added, idle, len(nodes), self.options.factor)
 
     def say(self, text: str) -> None:
         """Print a part of the results."""
-        self.results["texts"].append(text)
         print(f"{text}\n", flush=True)
 
 
@@ -460,16 +450,6 @@ def awake(fleets: Mapping[str, Sequence[LaunchedProcess]], connector: str) -> Se
         for node in nodes:
             node.send_signal(signal.SIGCONT if name == connector else signal.SIGSTOP)
     return fleets.get(connector, ())
-
-
-def write(results: Mapping[str, Any], folder: Path | None) -> None:
-    """Write the results of the loads that are complete."""
-    if folder is None or not results["rows"]:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fleet.json").write_text(json.dumps(results, indent=2) + "\n")
-    (folder / "fleet.md").write_text("\n\n".join(results["texts"]) + "\n")
-    (folder / "fleet.svg").write_text(plot(results["rows"], results["factors"]))
 
 
 def parse() -> argparse.Namespace:
@@ -485,7 +465,6 @@ def parse() -> argparse.Namespace:
     add("--engine", "vllm", "engine of the nodes", choices=("vllm", "reference"))
     add("--model", "smollm2", "smollm2, or a model's folder")
     parser.add_argument("--tiny", action="store_true", help="use a small random model instead")
-    add("--nodes", 2, "number of nodes, each on a core of its own", choices=(2, 3))
     add("--ways", list(WAYS), "ways to use the nodes", nargs="+", choices=WAYS, metavar="NAME")
     add("--loads", list(LOADS), "loads; none: only traces", nargs="*", choices=LOADS, metavar="NAME")
     add("--trace", [], "a trace to replay as a further load", type=Path, nargs="+", metavar="FILE")
@@ -495,9 +474,7 @@ def parse() -> argparse.Namespace:
     add("--intensity", 0.7, "work that arrives per unit of time, 1 for what nodes do one by one")
     add("--size", 1.0, "multiply the lengths of loads other than traces by this number")
     add("--factor", 3.0, "multiple of an idle node's figures that is the limit in the first table")
-    add("--itl", "mean", "which of a request's gaps must keep the limit", choices=tuple(ITL_RULES))
     add("--chunk-tokens", 512, "most tokens that a node computes in one step")
-    add("--pool-tokens", 16384, "tokens in a node's cache")
     add(
         "--costs",
         None,
@@ -506,14 +483,13 @@ def parse() -> argparse.Namespace:
         metavar="FILE",
     )
     add("--seed", 0, "seed of lengths, arrivals and tokens")
-    add("--request-timeout-s", 300.0, "seconds until a request has failed")
-    add("--output", None, "folder for fleet.json, fleet.md and fleet.svg", type=Path, metavar="FOLDER")
+    add("--json", None, "write the rows there as JSON", type=Path, metavar="FILE")
     add("--logs", None, "keep the logs of nodes and routers there", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     if not (options.loads or options.trace):
         parser.error("there is no load: give --loads or --trace")
-    if len(os.sched_getaffinity(0)) < options.nodes:
-        parser.error(f"--nodes {options.nodes} needs as many cores; this process has fewer")
+    if len(os.sched_getaffinity(0)) < NUM_NODES:
+        parser.error(f"{NUM_NODES} nodes need as many cores; this process has fewer")
     if min(options.requests, options.rounds, options.intensity, options.size, options.scale) <= 0:
         parser.error("--requests, --rounds, --intensity, --size and --scale must be greater than 0")
     return options
@@ -544,8 +520,8 @@ def run(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
         for name, load in named.items()
     }
     longest = max(sum(pair) for own in plans.values() for plan in own for pair in sizes(plan))
-    if longest >= options.pool_tokens:
-        sys.exit(f"a request needs {longest} tokens: give a greater --pool-tokens, or a greater --scale")
+    if longest >= POOL_TOKENS:
+        sys.exit(f"a request needs {longest} tokens: the nodes have {POOL_TOKENS}; give a greater --scale")
     if options.tiny:
         model = write_random_model(folder / "model", longest + 64)
     elif options.model == "smollm2":
@@ -553,20 +529,19 @@ def run(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
     else:
         model = Path(options.model)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    results["factors"] = sorted({*FACTORS, options.factor})
     with Launcher(logs=folder) as launcher:
         fleets: dict[str, list[LaunchedProcess]] = {}
         for connector in dict.fromkeys(way.connector for way in ways.values()):
             awake(fleets, connector)
             fleets[connector] = start_nodes(launcher, options, model, longest, connector)
-            print(f"{connector}: {options.nodes} nodes run", file=sys.stderr, flush=True)
+            print(f"{connector}: {NUM_NODES} nodes run", file=sys.stderr, flush=True)
         try:
             benchmark = Benchmark(options, fleets, vocabulary, results, folder)
             what = "a small random model" if options.tiny else options.model
             benchmark.say(
-                f"{options.nodes} nodes ({options.engine}, {what}), one core each; {options.rounds} rounds; intensity "
+                f"{NUM_NODES} nodes ({options.engine}, {what}), one core each; {options.rounds} rounds; intensity "
                 f"{options.intensity:g}; seed {options.seed}. Medians (least–greatest). Goodput: requests per second and "
-                f"core whose TTFT and {options.itl} ITL are within this multiple of an idle node's."
+                f"core whose TTFT and mean ITL are within this multiple of an idle node's."
             )
             asyncio.run(benchmark.run(ways, plans))
         except (BrokenAnswerError, ExceptionGroup) as error:
@@ -578,7 +553,7 @@ def run(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
 def main() -> int:
     options = parse()
     results: dict[str, Any] = {"settings": {key: str(value) for key, value in vars(options).items()}}
-    results |= {"cores": os.cpu_count(), "rows": [], "texts": []}
+    results |= {"cores": os.cpu_count(), "rows": []}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     status = 0
@@ -597,7 +572,8 @@ def main() -> int:
             print("interrupted; everything that was started has ended", file=sys.stderr)
             status = 128 + signal.SIGINT
         finally:
-            write(results, options.output)
+            if options.json is not None:  # the loads that are complete
+                options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(f"\nload average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return status
 

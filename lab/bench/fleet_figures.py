@@ -1,4 +1,4 @@
-"""Loads for `fleet.py`, and the figures, tables and plot that it makes of their answers.
+"""Loads for `fleet.py`, and the figures and tables that it makes of their answers.
 
 Nothing here needs a node.
 """
@@ -10,25 +10,16 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 from kvferry.lab.client import Answer
-from kvferry.lab.load import line, markdown, percentile
+from kvferry.lab.load import markdown, percentile
 from kvferry.lab.plan.costs import Costs
 from kvferry.lab.plan.loads import Conversation, Turn, arrivals_of, sizes
 from kvferry.lab.plan.simulation import FleetSimulation, fixed_roles, least_load
 from kvferry.router.choice.fleet import Fleet
 from kvferry.router.choice.placement import Limits
 
-#: The multiples of an idle node's figures for which goodput is printed.
-FACTORS = (2.0, 3.0, 5.0, 10.0)
-#: Which of a request's gaps between tokens must keep the limit.
-ITL_RULES: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean,
-    "p95": lambda gaps: percentile(gaps, 0.95),
-    "longest": max,
-}
 #: Tokens below this number may be special ones.
 FIRST_TOKEN = 100
 
@@ -141,18 +132,11 @@ def paced(
     return [tuple(replace(turn, after=turn.after * unit_s) for turn in turns) for turns in plan], unit_s
 
 
-def is_good(answer: Answer, unloaded: Unloaded, factor: float, itl_rule: str) -> bool:
+def is_good(answer: Answer, unloaded: Unloaded, factor: float) -> bool:
     """Return whether an answer keeps both limits. An answer of one token has no gaps to keep one."""
     if answer.ttft_s > factor * unloaded.ttft_s(answer.prompt_tokens):
         return False
-    return not answer.gaps or ITL_RULES[itl_rule](answer.gaps) <= factor * unloaded.itl_s
-
-
-GOODPUT = "goodput_"
-
-
-def goodput_key(factor: float) -> str:
-    return f"{GOODPUT}{factor:g}x"
+    return not answer.gaps or statistics.fmean(answer.gaps) <= factor * unloaded.itl_s
 
 
 def figures_of(
@@ -161,23 +145,22 @@ def figures_of(
     added: Mapping[str, float],
     unloaded: Unloaded,
     num_cores: int,
-    factors: Sequence[float],
-    itl_rule: str,
+    factor: float,
 ) -> dict[str, float]:
     """Return the figures of one round of one way.
 
     Args:
         seconds: From the start of the load to the last token.
         added: What the nodes' counters have grown by; see `counters`.
+        factor: The multiple of an idle node's figures that is the limit.
     """
     times_s = {
         "ttft": [answer.ttft_s for answer in answers],
         "itl": [gap for answer in answers for gap in answer.gaps],
         "pause": [max(answer.gaps) for answer in answers if answer.gaps],
     }
-    good = {factor: sum(is_good(own, unloaded, factor, itl_rule) for own in answers) for factor in factors}
     return {
-        **{goodput_key(factor): number / seconds / num_cores for factor, number in good.items()},
+        "goodput": sum(is_good(own, unloaded, factor) for own in answers) / seconds / num_cores,
         **{f"{what}_p50_ms": percentile(own, 0.5) * 1e3 for what, own in times_s.items()},
         **{f"{what}_p99_ms": percentile(own, 0.99) * 1e3 for what, own in times_s.items()},
         "requests_per_s_and_core": len(answers) / seconds / num_cores,
@@ -224,17 +207,16 @@ def comparison(
     measured: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> str:
     """Return a table: way → what was predicted and measured, as medians over the rounds."""
-    lines = [
-        "| way | TTFT p50, predicted | measured | error | p99 | measured | error | ITL p50 | measured | error |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    lines = []
     for way, rounds in predicted.items():
         cells = [way]
         for name in PREDICTED:
             before, after = (statistics.median(own[name] for own in each) for each in (rounds, measured[way]))
             cells += [f"{before:,.0f}", f"{after:,.0f}", f"{before / after - 1:+.0%}"]
-        lines.append(line(*cells))
-    return "\n".join([*lines, "", "Times are in ms."])
+        lines.append(cells)
+    figures = ("TTFT p50, predicted", "p99", "ITL p50")
+    titles = ("way", *(title for figure in figures for title in (figure, "measured", "error")))
+    return f"{markdown(titles, lines)}\n\nTimes are in ms."
 
 
 # -- results -----------------------------------------------------------------------------------------
@@ -243,97 +225,35 @@ def comparison(
 def row_of(load: str, way: str, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the row of a way: for each figure the median, the least and the greatest of the rounds.
 
-    `goodput_…_of_all` are the good requests of all rounds by the time of all rounds.
+    `goodput_of_all` is the good requests of all rounds by the time of all rounds. A round has few requests,
+    so it says more than the median of their rates.
     """
     told = {key: [own[key] for own in rounds] for key in rounds[0]}
     figures = {key: (statistics.median(own), min(own), max(own)) for key, own in told.items()}
-    # A round has few requests, so the sum over all rounds says more than the median of their rates.
-    seconds = sum(told["seconds"])
-    for key in told:
-        if key.startswith(GOODPUT):
-            rate = sum(own[key] * own["seconds"] for own in rounds) / seconds
-            figures[f"{key}_of_all"] = (rate, rate, rate)
-    return {"load": load, "way": way, "rounds": rounds, **figures}
+    rate = sum(own["goodput"] * own["seconds"] for own in rounds) / sum(told["seconds"])
+    return {"load": load, "way": way, "rounds": rounds, **figures, "goodput_of_all": (rate, rate, rate)}
 
 
-def table(rows: Sequence[Mapping[str, Any]], factors: Sequence[float], factor: float) -> str:
-    """Return the Markdown tables of one load: medians, with the least and the greatest of the rounds."""
+def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:
+    """Return the Markdown table of one load: medians, with the least and the greatest of the rounds."""
 
     def cell(row: Mapping[str, Any], key: str, digits: int, unit: float = 1) -> str:
         median, least, greatest = (f"{round(figure * unit, digits) + 0.0:,.{digits}f}" for figure in row[key])
         return median if least == greatest else f"{median} ({least}–{greatest})"
 
-    columns = {
-        f"goodput {factor:g} ×": (goodput_key(factor), 3, 1),
-        "all rounds": (f"{goodput_key(factor)}_of_all", 3, 1),
-        "TTFT p50 ms": ("ttft_p50_ms", 0, 1),
-        "p99": ("ttft_p99_ms", 0, 1),
-        "ITL p50 ms": ("itl_p50_ms", 1, 1),
-        "p99 ": ("itl_p99_ms", 1, 1),
-        "longest pause p50 ms": ("pause_p50_ms", 0, 1),
-        "p99  ": ("pause_p99_ms", 0, 1),
-        "tokens/s": ("output_tokens_per_s", 1, 1),
-        "cached %": ("cached_share", 0, 100),
-        "moved MB": ("moved_mb", 0, 1),
-    }
-    goodputs = {f"goodput {each:g} ×": (goodput_key(each), 3, 1) for each in factors}
-    goodputs |= {"all requests": ("requests_per_s_and_core", 3, 1)}
-    tables = []
-    for titles in (columns, goodputs):
-        lines = [(row["way"], *(cell(row, *column) for column in titles.values())) for row in rows]
-        tables.append(markdown(("", *(title.strip() for title in titles)), lines))
-    return "\n\n".join(tables)
-
-
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2")
-
-
-def plot(rows: Sequence[Mapping[str, Any]], factors: Sequence[float]) -> str:
-    """Return an SVG with one panel per load: goodput over the limits' multiples, with the spread over the
-    rounds.
-    """
-    loads, ways = ([*dict.fromkeys(row[key] for row in rows)] for key in ("load", "way"))
-    width, height, left, top = 300, 190, 48, 40
-    num_columns = min(3, len(loads))
-    total_height = -(-len(loads) // num_columns) * (height + 24) + 30
-    size = f'width="{num_columns * width}" height="{total_height}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">']
-    parts.append('<rect width="100%" height="100%" fill="white"/>')
-
-    def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> None:
-        parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(words)}</text>')
-
-    for number, way in enumerate(ways):
-        colour = f'fill="{COLOURS[number % len(COLOURS)]}"'
-        text(10 + number * 110, 16, f"● {way}", "start", f'{colour} font-weight="bold"')
-    text(10, total_height - 6, "good requests per second and core, over the multiple of both limits", "start")
-    for place, load in enumerate(loads):
-        x0, y0 = place % num_columns * width + left, place // num_columns * (height + 24) + top
-        inner_width, inner_height = width - left - 20, height - 50
-        own = [row for row in rows if row["load"] == load]
-        highest = max(row[goodput_key(factor)][2] for row in own for factor in factors) or 1.0
-
-        def y_of(figure: float, y0: float = y0, inner: float = inner_height, top: float = highest) -> float:
-            return y0 + 16 + inner * (1 - figure / top)
-
-        text(x0 + inner_width / 2, y0 + 6, load, more='font-weight="bold"')
-        for figure in (0, highest / 2, highest):
-            y = y_of(figure)
-            parts.append(f'<path d="M{x0} {y:.1f}h{inner_width}" stroke="#ddd"/>')
-            text(x0 - 4, y + 4, f"{figure:.2f}", "end")
-        xs = [x0 + inner_width * (number + 0.5) / len(factors) for number in range(len(factors))]
-        for x, factor in zip(xs, factors, strict=True):
-            text(x, y_of(0) + 14, f"{factor:g} ×")
-        for row in own:
-            number = ways.index(row["way"])
-            points = []
-            for x, factor in zip(xs, factors, strict=True):
-                median, least, greatest = row[goodput_key(factor)]
-                x += 4 * (number - (len(ways) - 1) / 2)  # beside each other
-                points.append(f"{x:.1f},{y_of(median):.1f}")
-                parts.append(
-                    f'<path d="M{x:.1f} {y_of(least):.1f}V{y_of(greatest):.1f}" stroke="{COLOURS[number % len(COLOURS)]}"/>'
-                )
-            style = f'fill="none" stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="2"'
-            parts.append(f'<polyline points="{" ".join(points)}" {style}/>')
-    return "\n".join([*parts, "</svg>\n"])
+    columns = (
+        (f"goodput {factor:g} ×", "goodput", 3, 1),
+        ("all rounds", "goodput_of_all", 3, 1),
+        ("all requests", "requests_per_s_and_core", 3, 1),
+        ("TTFT p50 ms", "ttft_p50_ms", 0, 1),
+        ("p99", "ttft_p99_ms", 0, 1),
+        ("ITL p50 ms", "itl_p50_ms", 1, 1),
+        ("p99", "itl_p99_ms", 1, 1),
+        ("longest pause p50 ms", "pause_p50_ms", 0, 1),
+        ("p99", "pause_p99_ms", 0, 1),
+        ("tokens/s", "output_tokens_per_s", 1, 1),
+        ("cached %", "cached_share", 0, 100),
+        ("moved MB", "moved_mb", 0, 1),
+    )
+    lines = [(row["way"], *(cell(row, *column[1:]) for column in columns)) for row in rows]
+    return markdown(("", *(title for title, *_ in columns)), lines)

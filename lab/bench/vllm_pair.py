@@ -17,6 +17,7 @@ prompts    Shapes of prompt tokens x concurrent requests: the times to the first
            the prompt: the time from the moment when the whole offer could be read, or when the load was
            ordered if that was later, until the load ended. Both are per request.
 load       `vllm bench serve` with prompts and answers of mixed lengths, several requests at a time.
+
 With --link, the two nodes of a pair are in network namespaces of their own, and the KV cache crosses a link
 of that rate. HTTP uses other links without a limit. This needs root, iproute2, and a transport for networks.
 
