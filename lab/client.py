@@ -254,6 +254,15 @@ def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> dict[str,
     return parsed(call("POST", f"http://127.0.0.1:{port}", "/v1/completions", body))
 
 
+def served_model(url: str) -> dict[str, Any]:
+    """Return what a server says of its model. Raises OSError: it does not tell."""
+    try:
+        found: dict[str, Any] = parsed(call("GET", url, "/v1/models"))["data"][0]
+    except (LookupError, TypeError) as error:
+        raise BrokenAnswerError(f"{url}/v1/models names no model: {error!r}") from error
+    return found
+
+
 def parsed(raw: bytes) -> dict[str, Any]:
     """Return a JSON object that a server sent. Raises `BrokenAnswerError`."""
     try:

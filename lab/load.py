@@ -1,10 +1,25 @@
-"""What all measurements share: percentiles and Markdown tables."""
+"""What all measurements share: percentiles, Markdown tables and lines of progress."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from ..transports.checked import printable
+
+
+class Progress:
+    """Print lines on stderr, each with the time since the start."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        text = printable(text, keep="\n")
+        print(f"{time.monotonic() - self._started:7.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def percentile(figures: Sequence[float], share: float) -> float:
@@ -16,7 +31,8 @@ def percentile(figures: Sequence[float], share: float) -> float:
 
 def line(*cells: str) -> str:
     """Return a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -75,7 +75,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(node_certfile="", node_keyfile="", node_api_key_file="", node_ca_certs="")
     load = parser.add_argument_group("the load")
     load.add_argument(
-        "--trace", type=Path, metavar="FILE", help="requests of the load (default: nothing is simulated)"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests of the load, of which the first 2,000 count (default: nothing is simulated)",
     )
     load.add_argument(
         "--rate",
@@ -83,13 +86,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         metavar="X",
         help="factor by which requests arrive faster than in the trace (default: %(default)g)",
-    )
-    load.add_argument(
-        "--requests",
-        type=int,
-        default=2000,
-        metavar="N",
-        help="number of requests, from the start of the trace (default: %(default)s)",
     )
     limits = parser.add_argument_group("what is to be kept")
     limits.add_argument(

@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from html import escape
@@ -18,7 +17,7 @@ from ...router.choice.placement import Limits
 from ...router.http.access import node_access_of
 from ...transports.checked import printable
 from ...transports.errors import ConfigurationError
-from ..load import percentile
+from ..load import Progress, markdown, percentile
 from .costs import Costs, read_costs, write_costs
 from .loads import Arrival, arrivals_of, read_trace_file
 from .measuring import MeasuringError, measure
@@ -31,6 +30,8 @@ class HopelessError(Exception):
 
 #: Largest number of nodes to try.
 MAX_NODES: Final = 64
+#: Requests that are simulated, from the start of a trace.
+MAX_REQUESTS: Final = 2000
 _COLOURS: Final = ("#4269d0", "#efb118", "#ff725c")
 
 
@@ -74,28 +75,18 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("rate", "ttft_limit_ms", "itl_limit_ms"):
         if not (math.isfinite(value := getattr(arguments, name)) and value > 0):
             raise wrong("--" + name.replace("_", "-"), value, "must be a number greater than 0")
-    for name in ("requests", "max_num_batched_tokens", "max_num_seqs"):
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
         if (value := getattr(arguments, name)) < 1:
             raise wrong("--" + name.replace("_", "-"), value, "must be at least 1")
     if not 0 < arguments.share <= 1:
         raise wrong("--share", arguments.share, "must be greater than 0 and at most 1")
 
 
-class _Progress:
-    """Lines on stderr, each with the time since the start."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        print(f"{time.monotonic() - self._started:7.1f} s  {printable(text)}", file=sys.stderr, flush=True)
-
-
 # -- measuring ---------------------------------------------------------------------------------------
 
 
 def _measure(arguments: argparse.Namespace) -> Costs:
-    say = _Progress()
+    say = Progress()
     before = replace(
         Costs(), chunk_tokens=arguments.max_num_batched_tokens, max_requests=arguments.max_num_seqs
     )
@@ -125,8 +116,8 @@ def _measure(arguments: argparse.Namespace) -> Costs:
 
 
 def _plan(arguments: argparse.Namespace, costs: Costs) -> int:
-    say = _Progress()
-    requests = read_trace_file(arguments.trace, 1.0, arguments.requests)
+    say = Progress()
+    requests = read_trace_file(arguments.trace, 1.0, MAX_REQUESTS)
     arrivals = [replace(each, at=each.at / arguments.rate) for each in arrivals_of(requests)]
     limits = Limits(arguments.ttft_limit_ms / 1e3, arguments.itl_limit_ms / 1e3)
     possible = [each for each in arrivals if _is_possible(each, costs, limits)]
@@ -165,18 +156,17 @@ def _told(
     seconds = max(each.at for each in arrivals)
     prompts = statistics.fmean(each.num_tokens for each in arrivals)
     answers = statistics.fmean(each.num_answer_tokens for each in arrivals)
-    lines = [
-        f"{len(arrivals)} requests in {seconds:.0f} s: {prompts:.0f} prompt and {answers:.0f} answer tokens on average",
-        "",
-        "| nodes | way | within limits | good requests/s | TTFT p50 | p99 | ITL p50 | p99 |",
-        "|--:|:--|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for results in found.values():
         for each in sorted(results, key=_by_nodes):
             times = [percentile(own, share) for own in (each.ttfts, each.itls) for share in (0.5, 0.99)]
-            cells = [str(each.num_nodes), each.way, f"{each.share:.1%}", f"{each.goodput:.2f}"]
-            lines.append("| " + " | ".join([*cells, *(f"{own * 1e3:,.0f} ms" for own in times)]) + " |")
-    lines.append("")
+            cells = (str(each.num_nodes), each.way, f"{each.share:.1%}", f"{each.goodput:.2f}")
+            rows.append((*cells, *(f"{own * 1e3:,.0f} ms" for own in times)))
+    titles = ("nodes", "way", "within limits", "good requests/s", "TTFT p50", "p99", "ITL p50", "p99")
+    lines = [
+        f"{len(arrivals)} requests in {seconds:.0f} s: {prompts:.0f} prompt and {answers:.0f} answer tokens on average",
+        *("", markdown(titles, rows), ""),
+    ]
     wanted = (
         f"TTFT of {arguments.ttft_limit_ms:g} ms and an ITL of {arguments.itl_limit_ms:g} ms for "
         f"{arguments.share:.0%} of the requests"

@@ -131,16 +131,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="use these servers, which run already; rows that need their processes are left out; router=URL: a router or proxy "
         "in front of the pair (default: start kvferry router)",
     )
-    servers.add_argument(
-        "--served-model-name",
-        default="model",
-        metavar="NAME",
-        help="name of the model on servers that run already (default: %(default)s)",
-    )
     out = parser.add_argument_group("results")
     out.add_argument(
         "--out",
         default="kvferry-prove",
         metavar="FOLDER",
-        help="results.json, table.md, table.html and logs; runs that are there are kept (default: %(default)s)",
+        help="results.json, table.md and logs; runs that are there are kept (default: %(default)s)",
     )

@@ -11,13 +11,13 @@ import os
 import random
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.lab.client import served_model
 from kvferry.lab.demo.near_tie import Expectation
 from kvferry.lab.servers import VLLM_ENVIRONMENT, VLLM_SERVE, LaunchedProcess, Launcher, free_port, start_vllm
 from kvferry.transports.errors import ConfigurationError
@@ -74,7 +74,6 @@ class Settings:
         serve_arguments: Further arguments of every server.
         environments: Side, or `alone` → further variables.
         model: A folder or a name; `tiny` has been replaced by a folder.
-        model_name: The name by which servers of `urls` know the model.
         router_url: A router or proxy in front of the pair; empty: `kvferry router` is started.
         folder: Where logs, models and shared files go.
         deadline_s: An answer that takes longer is a hang.
@@ -88,7 +87,6 @@ class Settings:
     is_tiny: bool
     folder: Path
     urls: Mapping[str, str] = field(default_factory=dict)
-    model_name: str = SERVED_NAME
     serve_arguments: Sequence[str] = ()
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     router_url: str = ""
@@ -167,6 +165,9 @@ class Lab:
         self._router: LaunchedProcess | None = None
         self._router_numbers = itertools.count(1)
         self._other: Path | None = None
+        self._model_name = SERVED_NAME
+        if settings.urls:
+            self._model_name = str(served_model(settings.urls["alone"]).get("id"))
         self._beside_port = self._start_beside()  # first: the servers connect to it when they start
         self.alone = self._server("alone")
         self.prefill = self._server("prefill")
@@ -217,7 +218,7 @@ class Lab:
                 )
                 self._router.wait_ready(self.settings.start_s)
             url = self._router.url
-        return self._client("router", url, self.settings.model_name)
+        return self._client("router", url)
 
     def end_router(self) -> None:
         """End our router, if it runs.
@@ -243,7 +244,7 @@ class Lab:
     def _server(self, name: str, model: str = "") -> Server:
         settings = self.settings
         if settings.urls:
-            return Server(name, self._client(name, settings.urls[name], settings.model_name))
+            return Server(name, self._client(name, settings.urls[name]))
         self.say(f"starting the {name} server")
         port, side_port = free_port(), free_port()
         folder = settings.folder / "shared"
@@ -255,7 +256,7 @@ class Lab:
             "beside_port": self._beside_port,
         }
         launched = self._launch(name, model or settings.model, port, places)
-        return Server(name, self._client(name, f"http://127.0.0.1:{port}", SERVED_NAME), launched, side_port)
+        return Server(name, self._client(name, f"http://127.0.0.1:{port}"), launched, side_port)
 
     def _launch(self, side: str, model: str, port: int, places: Places) -> LaunchedProcess:
         settings = self.settings
@@ -319,11 +320,11 @@ class Lab:
         process.wait_ready(self.settings.start_s)
         return port
 
-    def _client(self, name: str, url: str, model: str) -> Client:
+    def _client(self, name: str, url: str) -> Client:
         form = Form.TEXT
         if self.settings.connector.encodes:
             form = Form.ENCODED if name in ("prefill", "stranger") else Form.ILLUSTRATED
-        return Client(url, model, self.settings.deadline_s, form)
+        return Client(url, self._model_name, self.settings.deadline_s, form)
 
     def heal(self) -> None:
         """Start again whatever of ours may have been harmed."""
@@ -528,23 +529,3 @@ def parse_environments(words: Sequence[str]) -> dict[str, dict[str, str]]:
         for each in (side,) if colon else SERVERS:
             found[each][own] = value
     return found
-
-
-class Together:
-    """Threads that each do one thing, and their results in order."""
-
-    def __init__(self, jobs: Sequence[Callable[[], Verdict]]) -> None:
-        self._results: list[Verdict | None] = [None] * len(jobs)
-        self._threads = [
-            threading.Thread(target=self._run, args=(at, job), daemon=True) for at, job in enumerate(jobs)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, at: int, job: Callable[[], Verdict]) -> None:
-        self._results[at] = job()
-
-    def verdicts(self) -> list[Verdict]:
-        for thread in self._threads:
-            thread.join()
-        return [each for each in self._results if each is not None]

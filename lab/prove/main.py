@@ -21,7 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from kvferry.lab.client import BrokenAnswerError
 from kvferry.lab.demo.near_tie import tolerance_of
+from kvferry.lab.load import Progress
+from kvferry.lab.machine import about
 from kvferry.lab.servers import Launcher, LaunchError
 from kvferry.transports.checked import printable
 from kvferry.transports.errors import ConfigurationError
@@ -30,7 +33,7 @@ from .lab import Lab, NotApplicableError, OfferError, Settings, SingleServerErro
 from .models import write_tiny_image_model, write_tiny_model
 from .outcomes import BAD, Outcome, Verdict
 from .presets import SERVERS, Connector, connector_of
-from .results import Results, Target, html, markdown
+from .results import Results, Target, markdown
 from .rows import AFTERWARDS, ROWS, Row, judge_rest_of
 
 SHORT_REPEATS: Final = 5
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace, program: str = "kvferry prove") -> int:
     """Try everything that the options ask for; return the exit status."""
     try:
         return _run(arguments, program)
-    except (ConfigurationError, LaunchError, SingleServerError) as error:
+    except (ConfigurationError, LaunchError, SingleServerError, BrokenAnswerError) as error:
         print(printable(f"{program}: {error}", keep="\n"), file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
 
@@ -179,7 +182,6 @@ def _settings(
         is_tiny,
         folder,
         urls,
-        arguments.served_model_name,
         [*(() if is_tiny else ("--dtype", arguments.dtype)), *shlex.split(arguments.serve_args)],
         # The other prefill server takes the place of the first one.
         {**environments, "stranger": environments["prefill"]},
@@ -225,17 +227,6 @@ def _defaults() -> dict[str, object]:
 # -- trying ------------------------------------------------------------------------------------------
 
 
-class _Progress:
-    """Lines on stderr, each with the time since the start."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        text = printable(text, keep="\n")
-        print(f"{time.monotonic() - self._started:7.1f} s  {text}", file=sys.stderr, flush=True)
-
-
 def _try(
     settings: Settings,
     launcher: Launcher,
@@ -244,7 +235,7 @@ def _try(
     results: Results,
     target: Target,
 ) -> None:
-    say = _Progress()
+    say = Progress()
     until = time.monotonic() + SHORT_MINUTES * 60.0 if arguments.short else float("inf")
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     say(f"{settings.connector.name}: {len(wanted)} rows, {arguments.repeats} runs each, --seed {seed}")
@@ -266,7 +257,7 @@ def _try(
 
 
 def _try_row(
-    lab: Lab, row: Row, stages: Sequence[str], number: int, of: int, target: Target, say: _Progress
+    lab: Lab, row: Row, stages: Sequence[str], number: int, of: int, target: Target, say: Progress
 ) -> None:
     """Run a row once, and look at the servers after it."""
     verdicts, why_not = run_once(lab, row, stages)
@@ -328,7 +319,6 @@ def _tell(results: Results, folder: Path) -> int:
     """Write and print the tables. Returns the exit status."""
     text = markdown(results.targets)
     (folder / "table.md").write_text(text)
-    (folder / "table.html").write_text(html(results.targets))
     print(printable(text, keep="\n"))
     print(printable(f"results, tables and logs: {folder}"), file=sys.stderr)
     return int(any(target.bad for target in results.targets.values()))
@@ -344,7 +334,7 @@ def _environment(lab: Lab, settings: Settings) -> dict[str, str]:
         if found := _version(name):
             versions[name] = found
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    hardware = f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GB"
+    hardware = f"{about()['processor']}, {os.cpu_count()} cores, {memory:.0f} GB"
     if gpus := _gpus():
         hardware += f"; {gpus}"
     model = settings.model
@@ -365,13 +355,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _gpus() -> str:

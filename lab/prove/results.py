@@ -10,10 +10,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.lab.load import markdown as table
 from kvferry.transports.errors import ConfigurationError
 
 from .outcomes import BAD, MEANINGS, Outcome, Verdict, worst
@@ -27,14 +27,6 @@ _WORDS: Final[Mapping[Outcome, str]] = {
     Outcome.HANG: "HANG",
     Outcome.DEAD: "DEAD",
     Outcome.WRONG: "WRONG TOKENS",
-}
-_COLOURS: Final[Mapping[Outcome, str]] = {
-    Outcome.RIGHT: "#d9f2d9",
-    Outcome.ERROR: "#eef3d6",
-    Outcome.LEAK: "#fbe3c0",
-    Outcome.HANG: "#fbd0c0",
-    Outcome.DEAD: "#f7b9b0",
-    Outcome.WRONG: "#f08c8c",
 }
 
 
@@ -186,11 +178,6 @@ def _rows(target: Target) -> list[str]:
     return [row for row in ROWS if row in target.cells or row in target.skipped]
 
 
-def command_of(target: Target, row: str) -> str:
-    """Return the command that repeats a row."""
-    return f"{target.command} --only {row}"
-
-
 # -- Markdown ----------------------------------------------------------------------------------------
 
 
@@ -198,24 +185,21 @@ def markdown(targets: Mapping[str, Target]) -> str:
     """Return all tables, with what is needed to read and to repeat them."""
     lines: list[str] = []
     if len(targets) > 1:
-        lines += ["## All connectors", "", _line(["fault", *targets]), _line(["---"] * (len(targets) + 1))]
-        for line in overview(targets):
-            lines.append(_line([f"**{cell}**" if _is_loud(cell) else cell for cell in line]))
-        lines.append("")
+        shown = [[f"**{cell}**" if _is_loud(cell) else cell for cell in line] for line in overview(targets)]
+        lines += ["## All connectors", "", table(["fault", *targets], shown), ""]
     for name, target in targets.items():
         lines += [f"## {name}", "", f"{target.about}.", ""]
         lines += [f"* {key}: {value}" for key, value in target.environment.items()]
         lines += [f"* {target.transfer_name}: `{json.dumps(target.transfer)}`"]
         lines += [f"* each row again: `{target.command} --only ROW`", ""]
         columns = _columns([target])
-        lines += [_line(["fault", *columns]), _line(["---"] * (len(columns) + 1))]
+        rows = []
         for row in _rows(target):
             if row in target.skipped and row not in target.cells:
-                lines.append(_line([row, f"not tried: {target.skipped[row]}", *[""] * (len(columns) - 1)]))
-                continue
-            cells = [_markdown_cell(target.cells[row].get(stage, ())) for stage in columns]
-            lines.append(_line([row, *cells]))
-        lines.append("")
+                rows.append([row, f"not tried: {target.skipped[row]}", *[""] * (len(columns) - 1)])
+            else:
+                rows.append([row, *(_cell(target.cells[row].get(stage, ())) for stage in columns)])
+        lines += [table(["fault", *columns], rows), ""]
         if bad := target.bad:
             lines += ["What is bold, and the first reason of each:", ""]
             lines += [
@@ -228,15 +212,12 @@ def markdown(targets: Mapping[str, Target]) -> str:
 
 def legend() -> list[str]:
     """Return what rows, columns and words mean, as Markdown."""
+    words = [(_WORDS[outcome], MEANINGS[outcome]) for outcome in Outcome]
+    words.append(("computed again", "the right answer, but the decode server computed the prompt itself"))
     return [
-        *["## What the words mean", "", "| word | meaning |", "|---|---|"],
-        *(f"| {_WORDS[outcome]} | {MEANINGS[outcome]} |" for outcome in Outcome),
-        "| computed again | the right answer, but the decode server computed the prompt itself |",
-        *["", "| column | meaning |", "|---|---|"],
-        *(f"| {stage} | {meaning} |" for stage, meaning in STAGES.items()),
-        *["", "| row | the fault |", "|---|---|"],
-        *(f"| {row.name} | {row.about} |" for row in ROWS.values()),
-        "",
+        *["## What the words mean", "", table(["word", "meaning"], words), ""],
+        *[table(["column", "meaning"], STAGES.items()), ""],
+        *[table(["row", "the fault"], [(row.name, row.about) for row in ROWS.values()]), ""],
     ]
 
 
@@ -244,72 +225,8 @@ def _is_loud(cell: str) -> bool:
     return any(_WORDS[outcome] in cell for outcome in BAD)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _markdown_cell(verdicts: Sequence[Verdict]) -> str:
+def _cell(verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return ""
     text = summary(verdicts)
     return f"**{text}**" if worst([each.outcome for each in verdicts]) in BAD else text
-
-
-# -- HTML --------------------------------------------------------------------------------------------
-
-
-def html(targets: Mapping[str, Target]) -> str:
-    """Return all tables as one page that needs no other file. The reasons of a cell are its tooltip."""
-    style = (
-        "body{font:15px system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;margin:1em 0}"
-        "td,th{border:1px solid #999;padding:.3em .6em;text-align:left;vertical-align:top}code{font-size:90%}"
-    )
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>kvferry prove</title>",
-        f"<style>{style}</style>",
-        "<h1>What faults did to vLLM connectors</h1>",
-    ]
-    if len(targets) > 1:
-        heads = "".join(f"<th>{escape(name)}" for name in targets)
-        parts.append(f"<h2>All connectors</h2><table><tr><th>fault{heads}")
-        for line in overview(targets):
-            shown = "".join(
-                f"<td>{'<b>' * _is_loud(cell)}{escape(cell)}{'</b>' * _is_loud(cell)}" for cell in line[1:]
-            )
-            parts.append(f"<tr><th>{line[0]}{shown}")
-        parts.append("</table>")
-    for name, target in targets.items():
-        parts.append(f"<h2>{escape(name)}</h2><p>{escape(target.about)}.</p><ul>")
-        parts += [f"<li>{escape(key)}: {escape(value)}" for key, value in target.environment.items()]
-        parts.append(f"<li>{target.transfer_name}: <code>{escape(json.dumps(target.transfer))}</code></ul>")
-        columns = _columns([target])
-        heads = "".join(f"<th title='{escape(STAGES[stage], quote=True)}'>{stage}" for stage in columns)
-        parts.append(f"<table><tr><th>fault{heads}<th>again")
-        for row in _rows(target):
-            about = escape(ROWS[row].about, quote=True)
-            if row in target.skipped and row not in target.cells:
-                why = escape(target.skipped[row])
-                parts.append(f"<tr><th title='{about}'>{row}<td colspan={len(columns) + 1}>not tried: {why}")
-                continue
-            cells = "".join(_html_cell(target.cells[row].get(stage, ())) for stage in columns)
-            again = f"<td><code>{escape(command_of(target, row))}</code>"
-            parts.append(f"<tr><th title='{about}'>{row}{cells}{again}")
-        parts.append("</table>")
-    for title, meanings in (
-        ("word", {_WORDS[outcome]: text for outcome, text in MEANINGS.items()}),
-        ("column", STAGES),
-        ("row", {row.name: row.about for row in ROWS.values()}),
-    ):
-        parts.append(f"<table><tr><th>{title}<th>meaning")
-        parts += [f"<tr><td>{escape(word)}<td>{escape(text)}" for word, text in meanings.items()]
-        parts.append("</table>")
-    return "\n".join(parts) + "</html>\n"
-
-
-def _html_cell(verdicts: Sequence[Verdict]) -> str:
-    if not verdicts:
-        return "<td>"
-    colour = _COLOURS[worst([each.outcome for each in verdicts])]
-    reasons = Counter(each.why for each in verdicts if each.why)
-    title = escape("\n".join(f"{number} × {why}" for why, number in reasons.most_common(12)), quote=True)
-    return f"<td style='background:{colour}' title='{title}'>{escape(summary(verdicts))}"

@@ -6,12 +6,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .client import PREEMPTIONS, Asking
 from .forging import forged, malformed
-from .lab import ANSWER_TOKENS, Lab, NotApplicableError, OfferError, Server, Together
+from .lab import ANSWER_TOKENS, Lab, NotApplicableError, OfferError, Server
 from .outcomes import Outcome, Verdict, judge_rest, worst
 
 #: The column for what is found after everything has ended.
@@ -89,7 +90,8 @@ def _small_pool(lab: Lab, stages: Collection[str]) -> Verdicts:
         reply = lab.decode.client.ask(prompt, LONG_ANSWER, request_id, params)
         return lab.judge(reply, prompt, LONG_ANSWER)
 
-    verdicts = Together([lambda prompt=prompt: one(prompt) for prompt in prompts]).verdicts()  # type: ignore[misc]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        verdicts = list(threads.map(one, prompts))
     (after,) = lab.decode.client.metrics(PREEMPTIONS)
     found = _worst(verdicts)
     note = f"{after - before:.0f} preemptions"

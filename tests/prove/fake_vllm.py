@@ -131,8 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             f'vllm:external_prefix_cache_hits_total{{engine="0"}} {server.num_loaded}',
             f'vllm:cache_config_info{{block_size="32",num_gpu_blocks="{NUM_BLOCKS}"}} 1.0',
         ]
-        page = '{"version": "0.0-fake"}' if self.path == "/version" else "\n".join(lines) + "\n"
-        self._send(200, page.encode())
+        pages = {"/version": '{"version": "0.0-fake"}', "/v1/models": '{"data": [{"id": "model"}]}'}
+        self._send(200, pages.get(self.path, "\n".join(lines) + "\n").encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
