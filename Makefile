@@ -13,9 +13,8 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
 CONNECTOR ?= shm
-# The engine of `make demo`: reference or vllm. What it puts in front of the nodes: kvferry, or vllm-router.
+# The engine of `make demo`: reference or vllm.
 ENGINE ?= reference
-ROUTER ?= kvferry
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
@@ -56,8 +55,8 @@ $(READY): pyproject.toml requirements/constraints.txt requirements/constraints-c
 venv: $(READY) ## create .venv with everything that development needs
 
 .PHONY: demo
-demo: $(if $(filter vllm,$(ENGINE)),$(VLLM_READY),$(READY)) $(if $(filter vllm-router,$(ROUTER)),build/vllm-router) ## let one process compute prompts and another answer them: ENGINE=vllm ROUTER=vllm-router DEMO_ARGS="--help"
-	$(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))/python examples/disagg_pair.py --engine $(ENGINE) --connector $(CONNECTOR) --router $(ROUTER) $(DEMO_ARGS)
+demo: $(if $(filter vllm,$(ENGINE)),$(VLLM_READY),$(READY)) ## let one process compute prompts and another answer them: ENGINE=vllm DEMO_ARGS="--help"
+	$(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))/python examples/disagg_pair.py --engine $(ENGINE) --connector $(CONNECTOR) $(DEMO_ARGS)
 
 .PHONY: demo-load
 demo-load: $(READY) ## let answers stream while long prompts arrive, at two plain nodes and at the same nodes with kvferry

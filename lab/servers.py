@@ -16,7 +16,6 @@ import json
 import os
 import random
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -67,18 +66,6 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
 }
 #: The same for servers that never ask Hugging Face.
 OFFLINE: Mapping[str, str] = {**VLLM_ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
-
-VLLM_ROUTER = "vllm-router"
-#: Where `make build/vllm-router` installs it, seen from the folder of the checkout.
-BUILT_VLLM_ROUTER = Path("build", VLLM_ROUTER, "bin", VLLM_ROUTER)
-#: Names the program, where neither PATH nor the checkout has it.
-VLLM_ROUTER_VARIABLE = "KVFERRY_VLLM_ROUTER"
-#: For nodes that come and go on one machine. By default it would notice a dead node after minutes: it checks
-#: every 60 s, and believes the third failure.
-VLLM_ROUTER_CHECKS = (
-    *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
-    *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
-)
 
 Watcher = Callable[["LaunchedProcess", float], None]
 
@@ -528,61 +515,6 @@ def start_vllm(
     missing = {name: value for name, value in defaults.items() if name not in os.environ}
     variables = {**missing, **(environment or {})}
     return launcher.start_server(name, words, port, "/health", host=host, environment=variables)
-
-
-def find_vllm_router() -> str | None:
-    """Return the path of `vllm-router`: of the variable, on PATH, or of the checkout; None if there
-    is none.
-    """
-    checkout = Path(__file__).resolve().parents[1]
-    for candidate in (
-        os.environ.get(VLLM_ROUTER_VARIABLE, ""),
-        VLLM_ROUTER,
-        str(checkout / BUILT_VLLM_ROUTER),
-    ):
-        if candidate and (found := shutil.which(candidate)):
-            return found
-    return None
-
-
-def start_vllm_router(
-    launcher: Launcher,
-    name: str,
-    prefill: Iterable[LaunchedProcess],
-    decode: Iterable[LaunchedProcess],
-    *arguments: str,
-) -> LaunchedProcess:
-    """Start vllm-router in front of nodes that already listen; see `start_router_program`."""
-    urls = _urls_of(prefill, decode)
-    return start_router_program(launcher, name, "--vllm-pd-disaggregation", *urls, *arguments)
-
-
-def start_router_program(launcher: Launcher, name: str, *arguments: str) -> LaunchedProcess:
-    """Start vllm-router, the router of the vLLM project, with these options on a free port. Returns at once.
-
-    Raises:
-        LaunchError: the program is not installed.
-    """
-    program = find_vllm_router()
-    if program is None:
-        raise LaunchError(
-            f"cannot start the {name}: {VLLM_ROUTER} is not installed; run `make {BUILT_VLLM_ROUTER.parents[1]}` in a "
-            f"checkout, or `pip install {VLLM_ROUTER}`, or set {VLLM_ROUTER_VARIABLE} to its path"
-        )
-    port = free_port()
-    # It serves its metrics on a port of their own, and cannot do without.
-    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
-    command = (
-        program,
-        "--host",
-        "127.0.0.1",
-        *ports,
-        *VLLM_ROUTER_CHECKS,
-        "--log-level",
-        "warning",
-        *arguments,
-    )
-    return launcher.start_server(name, command, port, "/readiness")
 
 
 def _urls_of(prefill: Iterable[LaunchedProcess], decode: Iterable[LaunchedProcess]) -> list[str]:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from ...router.http.files import text_of
 from ...router.http.serving import StartupError
 from ..engine.settings import DEFAULT_MODEL
 from ..node.cli import configure as configure_node
 from ..node.options import DEFAULT_CONNECTOR, add_option, connector_options, words_of
 from ..servers import KVFERRY, VLLM_ARGUMENTS
-from .display import say
 from .report import Way
 
 #: Enough for a few prompts, and quick to allocate.
@@ -54,9 +52,6 @@ DEFAULT_PROMPTS = (
 CHAT_TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 PLAIN_TEMPLATE = "{prompt}"
 
-#: What stands in front of the pair: our router, or vllm-router, the router of the vLLM project.
-ROUTERS = ("kvferry", "vllm-router")
-
 #: What the nodes are: our own engine, or `vllm serve` with kvferry as its connector.
 ENGINES = ("reference", "vllm")
 #: The parts of the demo: answers compared with the single node's, and answers that stream while long prompts
@@ -87,12 +82,10 @@ class DemoOptions:
         prompt_template: What is sent for a prompt: this text with the prompt instead of `{prompt}`.
         engine: What the nodes are, one of `ENGINES`.
         ways: How the pair is asked, one way after the other.
-        router: What stands in front of the pair, one of `ROUTERS`.
         layout: Layout of the decode node's cache.
         json_path: The file for the records; None writes no file.
         keep: Leave the pair running until Ctrl-C.
         parts: Of `PARTS`, those that are shown.
-        concurrency: Prompts in flight at once.
         pair_arguments: Options about the connector for the prefill and the decode node.
         own_arguments: Arguments of the prefill node alone, and of the decode node alone.
         node_arguments: Arguments of every node.
@@ -104,14 +97,12 @@ class DemoOptions:
     engine: str
     ways: tuple[Way, ...]
     max_tokens: int
-    router: str
     connector: str
     layout: str
     model: str
     json_path: Path | None
     keep: bool
     parts: tuple[str, ...]
-    concurrency: int
     pair_arguments: tuple[str, ...]
     own_arguments: tuple[tuple[str, ...], tuple[str, ...]]
     node_arguments: tuple[str, ...]
@@ -146,8 +137,10 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
     Raises:
         StartupError: a value cannot work.
     """
-    if options.max_tokens < 1 or options.concurrency < 1:
-        raise StartupError("--max-tokens and --concurrency must be at least 1")
+    if options.max_tokens < 1:
+        raise StartupError("--max-tokens must be at least 1")
+    if options.prompt and not all(options.prompt):
+        raise StartupError("a --prompt is empty: there is nothing to continue")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise StartupError(f"cannot write --json {str(options.json)!r}: its folder does not exist")
     if is_vllm := options.engine == "vllm":
@@ -156,22 +149,22 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
     node_arguments = (*first, *DEFAULT_ARGUMENTS, *options.serve_args)
     layout, dtype = _decode_node((*node_arguments, *options.decode_args), is_vllm=is_vllm)
     # A user's own prompt is continued as it is, and asked once unless the user wants otherwise.
-    is_default = not options.prompt and options.prompt_file is None
+    is_default = not options.prompt
     is_chat = is_default and options.model == DEFAULT_MODEL
     return DemoOptions(
-        prompts=_prompts(options),
+        prompts=tuple(options.prompt or DEFAULT_PROMPTS),
         prompt_template=CHAT_TEMPLATE if is_chat else PLAIN_TEMPLATE,
         engine=options.engine,
-        ways=_ways(is_default, options.router),
+        # Both, so that the table shows what the router's default way is worth. The default comes first: users
+        # see its answers as they come, and `--keep` names its router.
+        ways=(Way.DEFAULT, Way.IN_TURN) if is_default else (Way.DEFAULT,),
         max_tokens=options.max_tokens,
-        router=options.router,
         connector=options.connector,
         layout=layout,
         model=options.model,
         json_path=options.json,
         keep=options.keep,
         parts=_parts(options, is_default),
-        concurrency=options.concurrency,
         pair_arguments=_transfer_of_vllm(options) if is_vllm else words_of(options, PAIR_OPTIONS),
         own_arguments=(tuple(options.prefill_args), tuple(options.decode_args)),
         node_arguments=node_arguments,
@@ -186,18 +179,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Answer prompts with a prefill node and a decode node behind a router, then with a single node, and "
         "compare the answers. Everything runs on this machine and ends with this program."
     )
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
+    parser.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
         help="a prompt to continue; may be repeated (default: two questions)",
-    )
-    prompts.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help="a file with one prompt per line; blank lines are reported and skipped",
     )
     parser.add_argument(
         "--max-tokens",
@@ -205,13 +191,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=64,
         metavar="N",
         help="longest answer, in tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=1,
-        metavar="N",
-        help="prompts in flight at once (default: %(default)s)",
     )
     parser.add_argument(
         "--keep",
@@ -222,7 +201,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--only",
         choices=PARTS,
         help="show one part: questions, with the answers compared with a single node's; or load, which is how answers stream "
-        "while long prompts arrive (default: both, unless a --prompt, --keep, vLLM or vllm-router is asked for)",
+        "while long prompts arrive (default: both, unless a --prompt, --keep or vLLM is asked for)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
     parser.add_argument(
@@ -230,12 +209,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=ENGINES,
         default=ENGINES[0],
         help="engine of the nodes; vllm: run this with the Python of vLLM's environment (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--router",
-        choices=ROUTERS,
-        default=ROUTERS[0],
-        help="program in front of the pair; vllm-router must be installed (default: %(default)s)",
     )
     _add_connector_arguments(parser.add_argument_group("connector"))
     _add_node_arguments(parser.add_argument_group("nodes"))
@@ -281,9 +254,7 @@ def _require_options_of_vllm(options: argparse.Namespace) -> None:
     """
     parser = argparse.ArgumentParser()
     configure(parser)
-    # vLLM's answers have no figures of loads. The demo reads them from the node's metrics, for one request at
-    # a time.
-    for name in ("device", "connector-module", "concurrency"):
+    for name in ("device", "connector-module"):
         attribute = name.replace("-", "_")
         if getattr(options, attribute) != parser.get_default(attribute):
             raise StartupError(f"cannot use --{name} with --engine vllm; leave it out")
@@ -302,50 +273,15 @@ def _transfer_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
     return ("--kv-transfer-config", json.dumps(transfer))
 
 
-def _ways(is_default: bool, router: str) -> tuple[Way, ...]:
-    if router != "kvferry":
-        return (Way.IN_TURN,)
-    # Both, so that the table shows what the router's default way is worth. The default comes first: users see
-    # its answers as they come, and `--keep` names its router.
-    return (Way.DEFAULT, Way.IN_TURN) if is_default else (Way.DEFAULT,)
-
-
 def _parts(options: argparse.Namespace, is_default: bool) -> tuple[str, ...]:
     """Show everything, unless the user wants a part, or something that the load does not have.
 
     Raises:
         StartupError: the load cannot be shown with these options.
     """
-    has_load = options.engine == "reference" and options.router == "kvferry" and not options.keep
+    has_load = options.engine == "reference" and not options.keep
     if options.only == "load" and not has_load:
-        raise StartupError(
-            "cannot use --only load with --engine vllm, --router vllm-router or --keep; leave one out"
-        )
+        raise StartupError("cannot use --only load with --engine vllm or --keep; leave one out")
     if options.only:
         return (options.only,)
     return PARTS if is_default and has_load else ("questions",)
-
-
-def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.prompt_file is not None:
-        return _read_prompts(options.prompt_file)
-    prompts = tuple(options.prompt or DEFAULT_PROMPTS)
-    if not all(prompts):
-        raise StartupError("a --prompt is empty: there is nothing to continue")
-    return prompts
-
-
-def _read_prompts(path: Path) -> tuple[str, ...]:
-    """Read one prompt per line. Name each blank line: it may be a prompt that got lost."""
-    try:
-        lines = text_of(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"cannot read --prompt-file {str(path)!r}: {error}") from None
-    blank = [number for number, line in enumerate(lines, 1) if not line.strip()]
-    if len(blank) == len(lines):
-        raise StartupError(
-            f"--prompt-file {str(path)!r} has no prompt: it is empty or all its lines are blank"
-        )
-    for number in blank:
-        say(f"skipping line {number} of --prompt-file {str(path)!r}: it is blank")
-    return tuple(line for line in lines if line.strip())

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from ..client import Answer, ask, call, parsed
+from ..client import Answer, ask, served_model
 from ..engine.progress import Elapsed
 from ..load import percentile
 from ..servers import LaunchedProcess, Launcher
@@ -83,12 +83,6 @@ def load_of(text: str) -> list[Stream]:
         for number in range(NUM_LONG)
     ]
     return answers + prompts
-
-
-def most_tokens(node: LaunchedProcess) -> int:
-    """The longest prompt and answer that a node takes, in tokens."""
-    (model,) = parsed(call("GET", node.url, "/v1/models"))["data"][:1]
-    return int(model["max_model_len"])
 
 
 @contextmanager
@@ -280,7 +274,9 @@ def show_load(model_arguments: Sequence[str], text: str, start_timeout_s: float)
             ]
             router = launcher.start("router", "router", "--port", "0", *urls, *way.arguments)
             launcher.wait_ready([router], start_timeout_s)
-            streams = load_of(text[: most_tokens(nodes[0]) - 32])  # no token is shorter than a character
+            streams = load_of(
+                text[: served_model(nodes[0].url)["max_model_len"] - 32]
+            )  # no token is shorter than a character
             seconds = asyncio.run(run_load(router.url, streams, Line(way.name), way.name))
             answers.append(streams)
             if failed := [stream.answer.error for stream in streams if stream.answer.error]:

@@ -21,9 +21,9 @@ from ..client import Answer, ask
 from ..engine.default_model import default_model_folder
 from ..engine.progress import Elapsed
 from ..engine.settings import DEFAULT_MODEL
-from ..servers import LaunchedProcess, Launcher, LaunchError, start_vllm, start_vllm_router
+from ..servers import LaunchedProcess, Launcher, LaunchError, start_vllm
 from .cli import DEFAULT_PROMPTS, DemoOptions, options_of, parse_arguments
-from .display import Display, Streaming, Whole, say
+from .display import Streaming, say
 from .load import show_load
 from .near_tie import Comparison, ask_alone, compare, tolerance_of
 from .report import (
@@ -166,28 +166,25 @@ def _ask_pair(
     """
     answers: dict[Way, list[Answer]] = {}
     for way, router in routers.items():
-        display: Display
         if way is Way.DEFAULT:
             say("\nasking the pair in the router's default way: prompts chunk by chunk")
-        if answers:
-            say("\nto compare, asking the pair again: one node after the other")
-            display = Whole(way.value, len(options.prompts), is_silent=True)
-        elif options.concurrency == 1:
-            display = Streaming()
-        else:
-            display = Whole("asking the pair", len(options.prompts))
         # The salt keeps a way from finding the blocks of an earlier one in a node's prefix cache.
         salt = way.value if answers else ""
         ask_router = partial(ask_pair, decode=decode) if options.engine == "vllm" else ask
-        answers[way] = _ask_all(router.url, options, display, salt, ask_router)
+        if answers:
+            say("\nto compare, asking the pair again: one node after the other")
+            with Elapsed(way.value):
+                answers[way] = _ask_all(router.url, options, None, salt, ask_router)
+        else:
+            answers[way] = _ask_all(router.url, options, Streaming(), salt, ask_router)
     return [answer for ways in zip(*answers.values(), strict=True) for answer in ways]
 
 
 def _ask_single(single: LaunchedProcess, options: DemoOptions) -> list[Answer]:
     """Ask the single node each prompt once; returns its answers in the order of `options.requests`."""
     say(f"\nasking the single node the same ({len(options.prompts)} of them)")
-    display = Whole("asking the single node", len(options.prompts), is_silent=True)
-    answers = _ask_all(single.url, options, display)
+    with Elapsed("asking the single node"):
+        answers = _ask_all(single.url, options)
     return [answer for answer in answers for _ in options.ways]
 
 
@@ -269,8 +266,6 @@ def _start_router(
     way: Way,
     *admin: str,
 ) -> LaunchedProcess:
-    if options.router == "vllm-router":
-        return start_vllm_router(launcher, options.router, [prefill], [decode])
     name = f"router {way.value}" if len(options.ways) > 1 else "router"
     return launcher.start_router(name, [prefill], [decode], *way.router_arguments, *admin)
 
@@ -278,25 +273,30 @@ def _start_router(
 def _ask_all(
     url: str,
     options: DemoOptions,
-    display: Display,
+    display: Streaming | None = None,
     cache_salt: str = "",
     ask: Callable[..., Awaitable[Answer]] = ask,
 ) -> list[Answer]:
-    """Ask every prompt, at most `concurrency` at once; returns the answers in the prompts' order.
+    """Ask every prompt, one after the other; returns the answers.
 
     Args:
+        display: Shows the answers as they come; None shows nothing.
         ask: As `client.ask`.
     """
     try:
         return asyncio.run(_ask_each(url, options, display, cache_salt, ask))
     finally:
-        display.close()
+        if display is not None:
+            display.close()
 
 
 async def _ask_each(
-    url: str, options: DemoOptions, display: Display, cache_salt: str, ask: Callable[..., Awaitable[Answer]]
+    url: str,
+    options: DemoOptions,
+    display: Streaming | None,
+    cache_salt: str,
+    ask: Callable[..., Awaitable[Answer]],
 ) -> list[Answer]:
-    slots = asyncio.Semaphore(options.concurrency)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         # PyTorch's first step takes much longer than the next ones, which would spoil the comparison of TTFT.
@@ -306,16 +306,16 @@ async def _ask_each(
             **({"cache_salt": cache_salt} if cache_salt else {}),
         }
         await ask(session, url, WARM_UP_PROMPT, 2, **fields)
-
-        async def ask_one(prompt: str) -> Answer:
-            async with slots:
+        if display is not None:
+            fields["on_text"] = display.text
+        answers = []
+        for prompt in options.prompts:
+            if display is not None:
                 display.begin(prompt)
-                sent = options.sent(prompt)
-                answer = await ask(session, url, sent, options.max_tokens, on_text=display.text, **fields)
-                display.end(prompt, answer)
-                return answer
-
-        return await asyncio.gather(*(ask_one(prompt) for prompt in options.prompts))
+            answers.append(await ask(session, url, options.sent(prompt), options.max_tokens, **fields))
+            if display is not None:
+                display.end(answers[-1])
+        return answers
 
 
 def _show(

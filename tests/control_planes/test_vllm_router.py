@@ -25,13 +25,11 @@ from kvferry.lab.servers import (
     LaunchedProcess,
     Launcher,
     Spawn,
-    find_vllm_router,
     free_port,
-    start_router_program,
-    start_vllm_router,
 )
 from tests.control_planes.conftest import START_TIMEOUT_S, Nodes
 from tests.support.client import TIMEOUT_S, Client, Reply, wait_until
+from tests.support.vllm_router import find_vllm_router, start_router_program, start_vllm_router
 
 pytestmark = [
     pytest.mark.full,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -58,14 +57,12 @@ class TestPrompts:
         assert options.requests == tuple((prompt, way) for prompt in DEFAULT_PROMPTS for way in Way)
         assert options.sent("Why?") == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 
-    @pytest.mark.parametrize("text", ["", "\n \n"])
-    def test_a_file_without_a_prompt_is_an_error(self, text: str, tmp_path: Path) -> None:
-        (tmp_path / "prompts").write_text(text)
-        with pytest.raises(StartupError, match="has no prompt"):
-            parse_arguments(["--prompt-file", str(tmp_path / "prompts")])
+    def test_an_empty_prompt_is_an_error(self) -> None:
+        with pytest.raises(StartupError, match="a --prompt is empty"):
+            parse_arguments(["--prompt", "a", "--prompt", ""])
 
 
-@pytest.mark.parametrize("words", ["--device cuda", "--connector-module m", "--concurrency 2"])
+@pytest.mark.parametrize("words", ["--device cuda", "--connector-module m"])
 def test_with_vllm_an_option_that_would_do_nothing_is_refused(words: str) -> None:
     with pytest.raises(StartupError, match=f"cannot use {words.split()[0]} with --engine vllm"):
         parse_arguments(["--engine", "vllm", *words.split()])

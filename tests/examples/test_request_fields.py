@@ -105,6 +105,16 @@ def test_each_field_of_the_package_openai_is_served_or_refused(endpoint: Any, pa
         assert refused.value.param == name
 
 
+def test_a_prefill_may_ask_for_at_least_one_token() -> None:
+    """vllm-router writes `min_tokens` into it. Elsewhere the engine does not support it."""
+    offered = {"do_remote_decode": True}
+    prefill = {"prompt": "a", "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": offered}
+    assert parse_completion(prefill).sampling.max_tokens == 1
+    for change in ({"max_tokens": 2}, {"min_tokens": 2}, {"kv_transfer_params": None}):
+        with pytest.raises(ApiError, match="min_tokens"):
+            parse_completion({**prefill, **change})
+
+
 def test_the_document_names_each_field_without_effect() -> None:
     text = Path(ROOT, "docs", "openai-api.md").read_text()
     for name in WITHOUT_EFFECT | STREAM_OPTIONS_WITHOUT_EFFECT:
