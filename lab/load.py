@@ -1,4 +1,4 @@
-"""What all measurements share: percentiles, Markdown tables and lines of progress."""
+"""What all measurements share: percentiles, tables and lines of progress."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def line(*cells: str) -> str:
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join([line(*titles), line(*("---",) * len(titles)), *(line(*row) for row in rows)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table for people: the first column to the left, the others to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+        for first, *cells in rows
+    ]

@@ -20,7 +20,7 @@ import aiohttp
 
 from ..client import Answer, ask, served_model
 from ..engine.progress import Elapsed
-from ..load import percentile
+from ..load import aligned, percentile
 from ..servers import LaunchedProcess, Launcher
 from .display import say
 
@@ -225,14 +225,7 @@ def format_load_table(plain: Figures, together: Figures) -> str:
         [TOGETHER.name, *(f"{value:,.0f}" for value in together.row)],
         ["ratio", *ratios],
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def verdict_of(plain: Figures, together: Figures, num_cores: int) -> str:

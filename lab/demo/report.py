@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..client import Answer
+from ..load import aligned
 from .near_tie import Comparison
 
 MAX_PROMPT_CHARS = 24
@@ -122,11 +123,7 @@ def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Seq
     mean.
     """
     rows = [_HEADINGS, *map(_row, prompts, answers, reports)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for first, *cells in rows
-    ]
-    return "\n".join([_summary(answers, reports), "", *lines, "", _MEANING])
+    return "\n".join([_summary(answers, reports), "", *aligned(rows), "", _MEANING])
 
 
 def explain_slower(reports: Sequence[RequestReport]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
+from ..load import aligned
 from .contender import Contender
 from .field import MEMCPY, SOCKETS
 from .processes import Timing
@@ -108,22 +109,28 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             f"{shape.name}: {shape.num_regions:,} regions, {shape.num_bytes / 2**20:.1f} MiB, "
             f"{rows[0].num_rounds} rounds"
         )
-        yield (
-            f"  {'':27}{'p50 ms':>9}{'GB/s':>7}{'x memcpy':>10}  {'(quartiles)':13}"
-            f"{'x sockets':>10}{'CPU s/GB':>10}  {'x twin':44}moved by"
+        titles = (
+            "",
+            "p50 ms",
+            "GB/s",
+            "x memcpy",
+            "(quartiles)",
+            "x sockets",
+            "CPU s/GB",
+            "x twin",
+            "moved by",
         )
-        yield from map(_line, rows)
+        yield from aligned([titles, *map(_cells, rows)])
 
 
-def _line(r: Result) -> str:
-    quartiles = f"({r.to_memcpy_quartiles[0]:.2f}-{r.to_memcpy_quartiles[1]:.2f})"
-    twin = ""
-    if r.twin:
-        low, high = r.to_twin_quartiles
-        twin = f"{r.to_twin:.2f} ({low:.2f}-{high:.2f}) of {r.twin}"
+def _cells(r: Result) -> tuple[str, ...]:
+    low, high = r.to_twin_quartiles
     return (
-        f"  {r.contender:27}{r.p50_ms:>9.3f}{r.gb_per_s:>7.2f}{r.to_memcpy:>10.2f}  {quartiles:13}"
-        f"{r.to_sockets:>10.2f}{r.cpu_s_per_gb:>10.2f}  {twin:44}{r.mechanism} {r.version}"
+        *(f"  {r.contender}", f"{r.p50_ms:.3f}", f"{r.gb_per_s:.2f}", f"{r.to_memcpy:.2f}"),
+        "({:.2f}-{:.2f})".format(*r.to_memcpy_quartiles),
+        *(f"{r.to_sockets:.2f}", f"{r.cpu_s_per_gb:.2f}"),
+        f"{r.to_twin:.2f} ({low:.2f}-{high:.2f}) of {r.twin}" if r.twin else "",
+        f"{r.mechanism} {r.version}".rstrip(),
     )
 
 
