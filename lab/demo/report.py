@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..client import Answer
 from ..load import aligned
@@ -32,50 +31,8 @@ class Way(enum.Enum):
         return () if self is Way.DEFAULT else ("--rendezvous", "off")
 
 
-@dataclass(frozen=True)
-class RequestReport:
-    """Compare the pair's answer to one prompt with the single node's (`reference_*`).
-
-    The JSON has exactly these keys.
-
-    Attributes:
-        identical: Both nodes answered, with the same tokens.
-        near_ties: How often the pair chose the other one of two tokens whose logits are almost equal, if
-            everything else is as the single node says; see `near_tie`. 0 if the answers differ in any other
-            way.
-        way: How the router sent the request; see `Way`.
-        loaded_tokens: Prompt tokens whose cache was moved.
-        transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or
-            if the connector reported no figures. The other figures are 0 in both cases.
-        num_regions: Contiguous runs of bytes in which the cache came.
-        exposed_transfer_s: The part of `transfer_s` that computing the prompt did not hide.
-        ttft_s: Time from the client's request to the first token.
-    """
-
-    prompt_tokens: int
-    text: str
-    token_ids: list[int]
-    reference_token_ids: list[int]
-    identical: bool
-    near_ties: int
-    connector: str
-    way: str
-    loaded_tokens: int
-    transport: str
-    layout: str
-    num_blocks: int
-    num_regions: int
-    kv_bytes: int
-    transfer_s: float
-    exposed_transfer_s: float
-    transfer_gb_per_s: float
-    ttft_s: float
-    reference_ttft_s: float
-
-    @property
-    def is_right(self) -> bool:
-        """Say whether the pair gave an answer that a single node may give."""
-        return self.identical or self.near_ties > 0
+#: What `report_of` returns: a record of the demo's JSON.
+Report = Mapping[str, Any]
 
 
 def report_of(
@@ -85,8 +42,13 @@ def report_of(
     connector: str,
     layout: str,
     way: Way = Way.IN_TURN,
-) -> RequestReport:
-    """Compare both answers.
+) -> Report:
+    """Compare the pair's answer to one prompt with the single node's (`reference_*`).
+
+    Figures of a transfer are 0, and `transport` is empty, if nothing was moved or the connector reported no
+    figures. `exposed_transfer_s` is the part of `transfer_s` that computing the prompt did not hide, and
+    `num_regions` the contiguous runs of bytes in which the cache came. `near_ties` is 0 if the answers differ
+    in any other way as well; see `near_tie`.
 
     Args:
         comparison: Of the two answers; None if one of the nodes failed.
@@ -95,30 +57,35 @@ def report_of(
     transfer = answer.transfer
     kv_bytes = transfer.get("num_bytes", 0)
     transfer_s = transfer.get("seconds", 0.0)
-    return RequestReport(
-        prompt_tokens=answer.prompt_tokens,
-        text=answer.text,
-        token_ids=answer.token_ids,
-        reference_token_ids=reference.token_ids,
-        identical=comparison is not None and comparison.is_identical,
-        near_ties=len(comparison.near_ties) if comparison and comparison.mismatch is None else 0,
-        connector=connector,
-        way=way.value,
-        loaded_tokens=answer.loaded_tokens,
-        transport=transfer.get("transport", ""),
-        layout=transfer.get("layout", "") or layout,
-        num_blocks=transfer.get("num_blocks", 0),
-        num_regions=transfer.get("num_regions", 0),
-        kv_bytes=kv_bytes,
-        transfer_s=transfer_s,
-        exposed_transfer_s=transfer.get("exposed_seconds", 0.0),
-        transfer_gb_per_s=kv_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
-        ttft_s=answer.ttft_s,
-        reference_ttft_s=reference.ttft_s,
-    )
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "reference_token_ids": reference.token_ids,
+        "identical": comparison is not None and comparison.is_identical,
+        "near_ties": len(comparison.near_ties) if comparison and comparison.mismatch is None else 0,
+        "connector": connector,
+        "way": way.value,
+        "loaded_tokens": answer.loaded_tokens,
+        "transport": transfer.get("transport", ""),
+        "layout": transfer.get("layout", "") or layout,
+        "num_blocks": transfer.get("num_blocks", 0),
+        "num_regions": transfer.get("num_regions", 0),
+        "kv_bytes": kv_bytes,
+        "transfer_s": transfer_s,
+        "exposed_transfer_s": transfer.get("exposed_seconds", 0.0),
+        "transfer_gb_per_s": kv_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
+        "ttft_s": answer.ttft_s,
+        "reference_ttft_s": reference.ttft_s,
+    }
 
 
-def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
+def is_right(report: Report) -> bool:
+    """Say whether the pair gave an answer that a single node may give."""
+    return bool(report["identical"] or report["near_ties"])
+
+
+def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[Report]) -> str:
     """Format a table: one line per request, between what all requests have in common and what the columns
     mean.
     """
@@ -126,12 +93,12 @@ def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Seq
     return "\n".join([_summary(answers, reports), "", *aligned(rows), "", _MEANING])
 
 
-def explain_slower(reports: Sequence[RequestReport]) -> str:
+def explain_slower(reports: Sequence[Report]) -> str:
     """Say why the pair was slower than the single node, by the default way if it was asked; empty if it was
     not.
     """
-    shown = [report for report in reports if report.way == Way.DEFAULT.value] or reports
-    both = [(report.ttft_s, report.reference_ttft_s) for report in shown if report.is_right]
+    shown = [report for report in reports if report["way"] == Way.DEFAULT.value] or reports
+    both = [(report["ttft_s"], report["reference_ttft_s"]) for report in shown if is_right(report)]
     pair_s, single_s = (sum(times) for times in zip(*both, strict=True)) if both else (0.0, 0.0)
     if pair_s <= single_s or single_s == 0:
         return ""
@@ -143,9 +110,9 @@ def explain_slower(reports: Sequence[RequestReport]) -> str:
     )
 
 
-def write_json(path: Path, reports: Sequence[RequestReport]) -> None:
+def write_json(path: Path, reports: Sequence[Report]) -> None:
     """Write `{"requests": [...]}`."""
-    content = {"requests": [dataclasses.asdict(report) for report in reports]}
+    content = {"requests": list(reports)}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -155,19 +122,19 @@ transfer  what the decode node read, and how long it waited for that after the p
 single    time to first token of the single node, which transfers nothing"""
 
 
-def _row(prompt: str, answer: Answer, report: RequestReport) -> tuple[str, ...]:
+def _row(prompt: str, answer: Answer, report: Report) -> tuple[str, ...]:
     return (
         shortened(prompt, MAX_PROMPT_CHARS),
-        str(report.prompt_tokens),
-        report.way,
+        str(report["prompt_tokens"]),
+        report["way"],
         _transfer(answer, report),
-        f"{report.ttft_s * 1e3:.0f}",
-        f"{report.reference_ttft_s * 1e3:.0f}",
-        "yes" if report.identical else "near-tie" if report.near_ties else "NO",
+        f"{report['ttft_s'] * 1e3:.0f}",
+        f"{report['reference_ttft_s'] * 1e3:.0f}",
+        "yes" if report["identical"] else "near-tie" if report["near_ties"] else "NO",
     )
 
 
-def _transfer(answer: Answer, report: RequestReport) -> str:
+def _transfer(answer: Answer, report: Report) -> str:
     if answer.error:
         return "request failed"
     if answer.transfer_error:
@@ -175,16 +142,16 @@ def _transfer(answer: Answer, report: RequestReport) -> str:
     if not answer.transfer:
         # Some connectors report no figures of what they load.
         return f"{answer.loaded_tokens} tokens" if answer.loaded_tokens else "none"
-    counts = ((report.num_blocks, "block"), (report.num_regions, "region"))
+    counts = ((report["num_blocks"], "block"), (report["num_regions"], "region"))
     counted = [
         f"{number} {what}{'s' * (number != 1)}" for number, what in counts if number
     ]  # a store may not count
     return ", ".join(
-        [*counted, f"{report.kv_bytes / 1e6:.1f} MB", f"{report.exposed_transfer_s * 1e3:.2f} ms"]
+        [*counted, f"{report['kv_bytes'] / 1e6:.1f} MB", f"{report['exposed_transfer_s'] * 1e3:.2f} ms"]
     )
 
 
-def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
+def _summary(answers: Sequence[Answer], reports: Sequence[Report]) -> str:
     def united(values: Iterable[str]) -> str:
         return ", ".join(sorted({value for value in values if value})) or "none"
 
@@ -194,7 +161,7 @@ def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str
 
     transports = united(map(transport, answers))
     mechanisms = united(answer.transfer.get("mechanism", "") for answer in answers)
-    layouts = united(report.layout for report in reports)
+    layouts = united(report["layout"] for report in reports)
     return f"transport {transports} · mechanism {mechanisms} · layout {layouts}"
 
 

@@ -31,6 +31,7 @@ from .report import (
     Way,
     explain_slower,
     format_table,
+    is_right,
     report_of,
     shortened,
     write_json,
@@ -342,7 +343,7 @@ def _show(
             say(f"the single node failed: {reference.error}")
     for prompt, answer, comparison in zip(prompts, answers, comparisons, strict=True):
         _explain(shortened(prompt, MAX_PROMPT_CHARS), answer, comparison)
-    return 0 if all(report.is_right for report in reports) else 1
+    return 0 if all(map(is_right, reports)) else 1
 
 
 def _explain(prompt: str, answer: Answer, comparison: Comparison | None) -> None:

@@ -10,7 +10,7 @@ from kvferry.lab.client import Answer
 from kvferry.lab.demo.cli import DEFAULT_PROMPTS, parse_arguments
 from kvferry.lab.demo.near_tie import Comparison
 from kvferry.lab.demo.report import (
-    RequestReport,
+    Report,
     Way,
     format_table,
     report_of,
@@ -26,7 +26,7 @@ def answered(num_prompt_tokens: int, *, ttft_s: float = 0.1, **metrics: object) 
     return Answer("text", [7], times=[ttft_s], usage=usage, metrics=metrics)
 
 
-def report(answer: Answer, reference_ttft_s: float = 0.1) -> RequestReport:
+def report(answer: Answer, reference_ttft_s: float = 0.1) -> Report:
     return report_of(answer, answered(1, ttft_s=reference_ttft_s), Comparison(), "shm", "uniform")
 
 
