@@ -26,9 +26,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from kvferry.lab.bench.vllm_router import find_vllm_router, start_router_program
 from kvferry.lab.load import percentile
 from kvferry.lab.machine import about
-from kvferry.lab.servers import LaunchedProcess, Launcher, find_vllm_router, start_router_program
+from kvferry.lab.servers import LaunchedProcess, Launcher
 
 #: Connections that send one request after the other.
 NUM_CLIENTS = 32

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.lab.bench.vllm_router import find_vllm_router, start_router_program, start_vllm_router
 from kvferry.lab.servers import (
     LaunchedProcess,
     Launcher,
@@ -29,7 +30,6 @@ from kvferry.lab.servers import (
 )
 from tests.control_planes.conftest import START_TIMEOUT_S, Nodes
 from tests.support.client import TIMEOUT_S, Client, Reply, wait_until
-from tests.support.vllm_router import find_vllm_router, start_router_program, start_vllm_router
 
 pytestmark = [
     pytest.mark.full,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.lab.bench.vllm_router import find_vllm_router, start_vllm_router
 from kvferry.lab.servers import LaunchedProcess, Launcher
 from tests.support.llm_d import PREFILL_HEADER, Answer, Headers, Sidecar
-from tests.support.vllm_router import find_vllm_router, start_vllm_router
 from tests.support.vllm_servers import LOADS, Server, VllmService
 
 from .conftest import START_S
