@@ -187,8 +187,11 @@ class VllmHost:
         return {}
 
     def preempt(self) -> dict[str, Any]:
-        """Preempt every running request, and empty the prefix cache."""
-        return {"done": self._engine.reset_prefix_cache(reset_running_requests=True)}
+        """Preempt every running request, and empty the prefix cache if no offer holds blocks."""
+        # vLLM complains about blocks in use after it has preempted all requests.
+        with contextlib.suppress(RuntimeError):
+            return {"done": self._engine.reset_prefix_cache(reset_running_requests=True)}
+        return {"done": False}
 
     def policy(self, policy: str) -> dict[str, Any]:
         """Set the load failure policy."""

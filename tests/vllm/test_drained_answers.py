@@ -17,7 +17,7 @@ from tests.support.losses import ask
 from tests.support.vllm_servers import Server
 
 from .conftest import START_S
-from .test_moved_answers import asked
+from .test_moved_answers import STREAMS, asked
 
 NUM_MOVES = int(os.environ.get("KVFERRY_MOVES", "12"))
 SEED = int(os.environ.get("KVFERRY_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
@@ -83,11 +83,11 @@ def test_answers_of_a_server_that_is_removed_go_on_elsewhere_with_their_cache(fl
     drawn, num_computed, pauses = random.Random(SEED), [], []
     for number in range(NUM_MOVES):
         has_letters = number % 4 != 3
-        path, body = asked(number, stream=True, **(LETTERS if has_letters else {}))
+        path, body = asked(number, STREAMS, **(LETTERS if has_letters else {}))
         expected, _ = ask(fleet.prefill.port, path, body)
         moves, lost = fleet.num_moves()
         before = {each.url: tokens_of(each) for each in fleet.decodes}
-        removed, pieces, at = [], [], drawn.randrange(2, 120)
+        removed, pieces, at = [], [], drawn.randrange(2, 80)
 
         def on_piece(removed=removed, pieces=pieces, at=at):
             pieces.append(None)
