@@ -18,8 +18,8 @@ PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 42_914),
     ("router", ("router",), ".py", 11_712),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_574),
-    ("tests", ("tests",), ".py", 69_950),
-    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_073),
+    ("tests", ("tests",), ".py", 69_963),
+    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_049),
 )
 
 

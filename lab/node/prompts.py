@@ -24,6 +24,9 @@ SHORT_CHARS = 4096
 #: Characters that each message of a chat counts in addition to its text, because the template does work for
 #: it.
 MESSAGE_CHARS = 64
+#: A text with more characters per token of the longest prompt is refused before it takes minutes to tokenize.
+#: Tokens of known vocabularies have up to 128, and an ordinary text has four.
+MOST_CHARS_PER_TOKEN = 256
 #: Most long prompts that are tokenized at a time, and most that wait for a thread.
 NUM_THREADS = 2
 MAX_WAITING = 16
@@ -60,10 +63,16 @@ class PromptReader:
 
         Raises:
             ApiError: the prompt has a token id outside the vocabulary, is not valid Unicode, is refused by
-                the model's chat template, or is empty (400); or too many long prompts are waiting (503).
+                the model's chat template, is much too long, or is empty (400); or too many long prompts are
+                waiting (503).
         """
-        if isinstance(prompt, tuple) or _num_chars(prompt) <= SHORT_CHARS:
+        if isinstance(prompt, tuple) or (num_chars := _num_chars(prompt)) <= SHORT_CHARS:
             return self._token_ids(prompt)
+        if num_chars > (most := self._max_prompt_tokens * MOST_CHARS_PER_TOKEN):
+            message = f"the prompt has {num_chars} characters: at most {most} are read, for prompts of at most {self._max_prompt_tokens} tokens"
+            raise bad_request(
+                message, "prompt" if isinstance(prompt, str) else "messages", "context_length_exceeded"
+            )
         return await self._in_a_thread(functools.partial(self._token_ids, prompt))
 
     def refuse_too_long(self, prompts: Sequence[tuple[int, ...]]) -> None:

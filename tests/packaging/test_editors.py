@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cli", "connector", "lab", "router", "runner_mixin", "transports", "web")
+PACKAGES = ("cli", "connector", "lab", "router", "runner_mixin", "transports")
 FOLDERS = (*PACKAGES, "src", "examples", "tests")
 
 
