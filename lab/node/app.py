@@ -35,7 +35,7 @@ from ...router.http.recent_spans import span_routes
 from ...router.http.serving import close_connections_while
 from ...router.http.tracing import current_span, name_request, observed, span_of_work, traced_params
 from ..engine.engine import Engine
-from ..engine.errors import EngineDeadError, InvalidRequestError
+from ..engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from ..engine.types import GenerationRequest, RequestOutput
 from .fan_out import Piece, pieces_of
 from .metrics import MeasuredRequest, NodeMetrics
@@ -523,7 +523,8 @@ def _refusals_as_api_errors() -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        raise bad_request(str(error), error.param) from error
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+        raise bad_request(str(error), error.param, code) from error
     except ConnectorError as error:
         raise bad_request(f"kv_transfer_params: {error}", "kv_transfer_params") from error
     except EngineDeadError as error:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...connector.p2p.params import CONTINUES, MOVE_AS
 from ...router.http.api_pages import fields_of
 from ...router.http.errors import bad_request
-from ...router.http.json_body import Fields
+from ...router.http.json_body import Fields, refuse_stream_options_alone
 from ..engine.types import MAX_LOGPROBS, SamplingParams
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
@@ -78,6 +78,8 @@ ONLY_VALUES_OF_CHATS: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
     "add_generation_prompt": (True,),
 }
+#: What messages may have besides role and content, for the history of a chat with tools, and its type.
+FIELDS_OF_MESSAGES: Mapping[str, type] = {"name": str, "tool_call_id": str, "tool_calls": list}
 #: The values of all others that ask for nothing.
 _NOTHING: tuple[object, ...] = (False, "", [], {})
 
@@ -90,10 +92,16 @@ ALTERNATIVES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat."""
+    """One turn of a chat.
+
+    Attributes:
+        content: Empty if a turn of the assistant only calls tools.
+        more: What else the model's template may read of it: `FIELDS_OF_MESSAGES`.
+    """
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -298,6 +306,7 @@ def _refuse_unsupported(body: Mapping[str, Any], path: str, more: Mapping[str, t
         is_for_prefill = name == "min_tokens" and value == 1 and _is_prefill(body)
         if name not in served and name not in WITHOUT_EFFECT and not is_for_prefill:
             _require_nothing(name, name, value, more.get(name) or ONLY_VALUES.get(name))
+    refuse_stream_options_alone(body)
     for name, value in Fields(body).mapping("stream_options").items():
         if name not in {"include_usage", *STREAM_OPTIONS_WITHOUT_EFFECT}:
             _require_nothing(f"stream_options.{name}", "stream_options", value)
@@ -352,10 +361,21 @@ def _message(index: int, message: object) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad_request(f"{where}.role must be a string that is not empty", "messages")
+    more: dict[str, Any] = {}
     for name, value in message.items():
-        if name not in ("role", "content"):
+        if (kind := FIELDS_OF_MESSAGES.get(name)) is not None and value:
+            if not isinstance(value, kind):
+                raise bad_request(f"{where}.{name} must be a {_KINDS[kind]}", "messages")
+            more[name] = value
+        elif name not in ("role", "content"):
             _require_nothing(f"{where}.{name}", "messages", value)
-    return Message(role, _content(where, message.get("content")))
+    content = message.get("content")
+    if content is None and "tool_calls" in more:
+        return Message(role, "", more)
+    return Message(role, _content(where, content), more)
+
+
+_KINDS: Mapping[type, str] = {str: "string", list: "list of calls"}
 
 
 def _content(where: str, content: object) -> str:

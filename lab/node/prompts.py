@@ -159,7 +159,9 @@ class PromptReader:
     def _chat_text(self, chat: ChatPrompt) -> str:
         if not self._tokenizer.chat_template:
             raise bad_request("the model has no chat template: use /v1/completions", "messages")
-        messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in chat.messages]
+        messages: list[dict[str, Any]] = [
+            {"role": each.role, "content": each.content, **each.more} for each in chat.messages
+        ]
         try:
             return str(
                 self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -173,4 +175,6 @@ class PromptReader:
 def _num_chars(prompt: str | ChatPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(message.role) + len(message.content) + MESSAGE_CHARS for message in prompt.messages)
+    # How long `more` is as a text depends on the template.
+    texts = (f"{message.role}{message.content}{message.more or ''}" for message in prompt.messages)
+    return sum(len(text) + MESSAGE_CHARS for text in texts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..http.errors import bad_request
-from ..http.json_body import Fields
+from ..http.json_body import Fields, refuse_stream_options_alone
 from .beginnings import Beginning
 
 #: Most prompts per request.
@@ -57,10 +57,12 @@ def check_body(body: Mapping[str, Any]) -> None:
         # An answer that is nothing but the echo of its prompt has no token of its own.
         least = 0 if name.startswith("max") and body.get("echo") is True else 1
         if fields.integer(name, least) < least:
-            raise bad_request(f"{name}={body[name]}: it must be at least {least}", name)
+            code = "unsupported_value" if name == "best_of" else None  # as nodes say it
+            raise bad_request(f"{name}={body[name]}: it must be at least {least}", name, code)
     _refuse_several("prompt_embeds", body.get("prompt_embeds"))
     fields.boolean("stream", False)
     Fields(fields.mapping("stream_options")).boolean("include_usage", False)
+    refuse_stream_options_alone(body)
 
 
 def _refuse_several(name: str, value: object) -> None:

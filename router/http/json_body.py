@@ -250,3 +250,13 @@ class Fields:
 
     def _wrong(self, name: str, expected: str) -> ApiError:
         return bad_request(f"{name!r} must be {expected}, got {str(self._body[name])[:80]!r}", name)
+
+
+def refuse_stream_options_alone(body: Mapping[str, Any]) -> None:
+    """Refuse `stream_options` of a request that asks for no stream, as OpenAI and vLLM do.
+
+    Raises:
+        ApiError: It has some (400).
+    """
+    if body.get("stream_options") and not body.get("stream"):
+        raise bad_request("stream_options need 'stream': true", "stream_options")

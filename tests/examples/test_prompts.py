@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from kvferry.lab.node.openai_request import ChatPrompt, Message
 from kvferry.lab.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
 from kvferry.router.http.errors import ApiError
 from tests.support.patience import DEADLINE_S, until
@@ -68,6 +69,15 @@ async def test_a_text_that_is_not_unicode_is_refused(where: str) -> None:
         with pytest.raises(ApiError, match="not valid Unicode") as caught:
             await reader.read(text)
         assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+async def test_the_template_reads_the_calls_of_a_history_with_tools() -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.tool_calls | tojson if m.tool_calls else m.content }};{% endfor %}"
+    chat = ChatPrompt((Message("assistant", "", {"tool_calls": [{"id": "c"}]}), Message("tool", "2")))
+    async with reader_of(tokenizer) as reader:
+        text = tokenizer.decode(await reader.read(chat))
+    assert text == 'assistant [{"id": "c"}];tool 2;'
 
 
 async def test_a_long_prompt_delays_neither_the_loop_nor_short_prompts() -> None:

@@ -105,6 +105,51 @@ def test_each_field_of_the_package_openai_is_served_or_refused(endpoint: Any, pa
         assert refused.value.param == name
 
 
+@ENDPOINTS
+def test_options_of_a_stream_need_one(endpoint: Any) -> None:
+    _, parse, body = endpoint
+    options = {"stream_options": {"include_usage": True}}
+    assert parse({**body, **options, "stream": True}).include_usage
+    with pytest.raises(ApiError, match="need 'stream': true") as refused:
+        parse({**body, **options})
+    assert (refused.value.status, refused.value.param) == (400, "stream_options")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("without", [{"content": None}, {}], ids=["null", "absent"])
+def test_a_history_with_tools_needs_no_content_beside_its_calls(without: dict[str, None]) -> None:
+    turns = [
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "tool_calls": [CALL], "refusal": None, **without},
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
+    ]
+    ((chat,)) = parse_chat({"messages": turns}).prompts
+    assert [(each.role, each.content, each.more) for each in chat.messages] == [
+        ("user", "What is 1 + 1?", {}),
+        ("assistant", "", {"tool_calls": [CALL]}),
+        ("tool", "2", {"tool_call_id": "c1", "name": "add"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": None},
+        {"content": None, "tool_calls": []},
+        {"content": "a", "tool_calls": "add"},
+        {"content": "a", "tool_call_id": 1},
+        {"content": "a", "audio": {"id": "a"}},
+    ],
+    ids=str,
+)
+def test_a_turn_that_says_nothing_or_what_is_not_known_is_refused(turn: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=r"^messages\[0\]\.") as refused:
+        parse_chat({"messages": [{"role": "assistant", **turn}]})
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
 def test_a_prefill_may_ask_for_at_least_one_token() -> None:
     """vllm-router writes `min_tokens` into it. Elsewhere the engine does not support it."""
     offered = {"do_remote_decode": True}

@@ -115,7 +115,6 @@ async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() 
         [decode],
         max_completion_tokens=9,
         stream=False,
-        stream_options={"include_usage": True},
         stop="x",
         n=3,
     )
@@ -235,6 +234,8 @@ async def test_a_node_is_tried_before_its_first_health_check() -> None:
         {"stream": 1},
         {"n": 0},
         {"stream": True, "stream_options": {"include_usage": "yes"}},
+        {"stream_options": {"include_usage": True}},
+        {"best_of": 0},
     ],
     ids=str,
 )
