@@ -16,7 +16,7 @@ ROOT: Final = Path(__file__).parents[1]
 #: Name of a part, the folders or files in it, what counts there, and how many lines it may have.
 PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 42_914),
-    ("router", ("router",), ".py", 11_724),
+    ("router", ("router",), ".py", 11_725),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_608),
     ("tests", ("tests",), ".py", 70_017),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_053),

@@ -482,7 +482,7 @@ class Exchange:
             headers.setdefault("Content-Type", "application/json")
             return [*actions, *self._end(SendWhole(begun.status, headers, begun.payload))]
         if self.beginning is not None:
-            self._heard.change = self.beginning.continued()
+            self._heard.change = self.beginning.continued()  # before its first event is passed on
         else:
             actions.append(Begin(begun.status, {**headers, "Cache-Control": "no-cache"}))
             self.beginning = begun.beginning

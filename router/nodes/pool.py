@@ -279,6 +279,7 @@ class UpstreamNode:
             self._status.checked(health)
         if health.state is NodeState.READY:
             self.place = health.description or self.place
+            # A check that describes nothing does not take back what an earlier one did: only an end does.
             self.said = replace(health, description=health.description or self.said.description)
         elif health.state is NodeState.REFUSED:
             self.said = replace(self.said, models=health.models)

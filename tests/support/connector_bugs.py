@@ -85,7 +85,7 @@ def answers_otherwise(half: type[T], method: str, change: Callable[[Any], Any]) 
 
 
 def longer(request: Request, num_tokens: int) -> Request:
-    """Return a request that claims so many tokens more."""
+    """Return a copy of a request that claims this many additional tokens."""
     return replace(request, num_prompt_tokens=request.num_prompt_tokens + num_tokens)
 
 

@@ -225,10 +225,10 @@ class Schedule:
         self.promise("a request ends", kept=not self.go(200))
 
     def go(self, num_steps: int) -> bool:
-        """Begin, and draw so many steps, or until nothing can happen any more.
+        """Begin, and draw up to this many steps. Stop when nothing more can happen.
 
         Returns:
-            Whether there were so many. If not, what is left was checked.
+            Whether all steps were drawn. If not, the end was checked.
 
         Raises:
             PromiseBroken: a promise does not hold, or a state changed in a way that is in no table.

@@ -132,7 +132,7 @@ class TestTheChoice:
         self, dialer: Endpoint, listener: Endpoint
     ) -> None:
         # As in another container with the same kernel and another network namespace.
-        walled = replace(AutoAddress.parse(listener.listen("")), local="shm://@kvferry-nobody")
+        walled = replace(AutoAddress.parse(listener.listen("")), local="shm://@kvferry-absent")
         found = route(dialer, listener, str(walled))
         assert found.scheme == "zeromq"
         assert "shared memory does not connect" in found.reason
