@@ -56,8 +56,10 @@ by step.
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -264,10 +266,30 @@ class Route:
     Attributes:
         scheme: The transport that serves it, for example the one that `auto` chose.
         reason: Why this one, for people; empty if there was no choice.
+        mechanism: What moves the bytes below the transport, e.g. `"ucx:rc_mlx5"`; empty if there is no choice
+            before a read.
     """
 
     scheme: str
     reason: str
+    mechanism: str = ""
+
+    def is_one_of(self, required: Sequence[str]) -> bool:
+        """Whether this is a way that an operator allows, such as `["shm", "ucx:rc_mlx5+ud*"]`.
+
+        A name without a colon allows a transport as a whole. After the colon stand the parts of a mechanism,
+        each of which may be a pattern of the shell. All parts of the mechanism must be among them: if UCX has
+        set up RDMA and TCP, it may move bytes by either.
+        """
+        parts = re.split("[:+,]", self.mechanism)[1:]
+        for name in required:
+            scheme, _, allowed = name.partition(":")
+            if scheme != self.scheme:
+                continue
+            patterns = re.split("[:+,]", allowed) if allowed else ["*"]
+            if all(any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns) for part in parts):
+                return bool(parts) or not allowed
+        return False
 
 
 class Endpoint(ABC):

@@ -55,6 +55,7 @@ from .base import (
     Event,
     MessageReceived,
     PeerLost,
+    Route,
     TransferEnded,
     Transport,
 )
@@ -254,6 +255,10 @@ class Backend(ABC, Generic[C]):
 
         Called once, after `hang_up` and after the peer's last read has ended.
         """
+
+    def mechanism_of(self, peer: Peer[C]) -> str:
+        """Return what moves the bytes of a connected peer; empty if that is chosen for each read."""
+        return ""
 
     def handshake_error(self, peer: Peer[C]) -> KVTransferError:
         """Make the error of a handshake that took too long."""
@@ -664,6 +669,12 @@ class PeerEndpoint(Endpoint, Generic[C]):
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         self._require_open()
         return self._table.start_read(self._table.connected_peer(peer_id), pairs, guard, timeout_s)
+
+    def route_of(self, peer_id: int) -> Route:
+        peer = self._table.peer(peer_id)
+        if peer is None or peer.state is not PeerState.CONNECTED:
+            return super().route_of(peer_id)
+        return Route(self.scheme, "", self._backend.mechanism_of(peer))
 
     # -- the owner's loop ------------------------------------------------------------------------------
 

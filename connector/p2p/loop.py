@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from ...transports.errors import (
     ForeignTransportError,
     KVTransferError,
     KVTransferStateError,
+    PeerRefusedError,
     TransferTimeoutError,
     TransportClosedError,
     UnexpectedError,
@@ -137,6 +138,7 @@ class HandoffDriver:
         identity: This node's, as the protocol has it.
         address: Where the endpoint listens.
         trace: Makes the spans of each request; None if they are not wanted.
+        required: See `ConnectorOptions.require_transport`.
 
     Attributes:
         identity: What peers are told from the latest `begin_anew` on.
@@ -151,6 +153,7 @@ class HandoffDriver:
         identity: Identity,
         address: WorkerAddress,
         trace: HandoffTrace | None = None,
+        required: Sequence[str] = (),
     ) -> None:
         self.outcomes = outcomes
         self.identity = identity
@@ -159,6 +162,7 @@ class HandoffDriver:
         self._endpoint = endpoint
         self._protocol = protocol
         self._trace = trace
+        self._required = required
         self._guards = OfferGuards(transport.guards, BlockExtents(protocol.producer.layout))
         self._log = bug_log(logger)
         self._failure = ""
@@ -619,12 +623,24 @@ class HandoffDriver:
     def _react(self, event: Connected | MessageReceived | PeerLost) -> list[Action]:
         match event:
             case Connected(peer_id, incoming):
+                # The side that reads decides, before the handshake, so that no byte goes the wrong way.
+                if not incoming and (refusal := self._refusal_of_route(peer_id)) is not None:
+                    return self._protocol.peer_failed(peer_id, refusal, _now())
                 return self._protocol.peer_connected(peer_id, incoming, _now())
             case MessageReceived(peer_id, message):
                 return self._protocol.message_received(peer_id, message, _now(), self._note_message)
             case PeerLost(peer_id, error):
                 self.outcomes.count("connection_failures_total")
                 return self._protocol.peer_lost(peer_id, error, _now())
+
+    def _refusal_of_route(self, peer_id: int) -> PeerRefusedError | None:
+        if not self._required or (route := self._route_of(peer_id)).is_one_of(self._required):
+            return None
+        why = f" ({route.reason})" if route.reason else ""
+        return PeerRefusedError(
+            f"require_transport={list(self._required)}, and the peer is reached by "
+            f"{route.mechanism or route.scheme!r}{why}: repair the faster network, or add this way to require_transport"
+        )
 
     def _note_message(self, message: Message) -> None:
         if self._trace is not None:
@@ -805,14 +821,14 @@ class HandoffDriver:
             return self._protocol.consumer.read_ended(read, error, _now())
         else:
             # Now, because after the read's end the peer may be lost, and its route with it.
-            route = self._route_of(read)
+            route = self._route_of(read.peer_id)
         self._reads[transfer_id] = read, route
         return actions
 
-    def _route_of(self, read: StartRead) -> Route:
+    def _route_of(self, peer_id: int) -> Route:
         route = Route(self._endpoint.scheme, "")
         with survived("cannot ask for a peer's route", self._log):
-            route = self._endpoint.route_of(read.peer_id)
+            route = self._endpoint.route_of(peer_id)
         return route
 
     def _doubt(self, peer_id: int, error: KVTransferError) -> tuple[int, list[Action]]:

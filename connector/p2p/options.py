@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
-from ...transports.checked import Refused, shown
+from ...transports.checked import Refused, each, shown, text
 from ...transports.errors import ConfigurationError
-from ...transports.options import option_names, require_known, require_valid
+from ...transports.options import option_names, require_known, require_valid, unknown_key
+from ...transports.registry import available_transports
 from ..handoff.config import HandoffConfig
 
 _TIMING_KEYS = option_names(HandoffConfig)
@@ -30,6 +31,9 @@ class ConnectorOptions:
         address: Where to listen, in the transport's own form; empty lets the transport choose.
         transport: Scheme of the transport that carries the bytes, e.g. `"shm"`.
         transport_options: The transport's own options; it refuses those that it does not know.
+        require_transport: The ways in which this node may read from peers, e.g. `["shm", "ucx:rc_mlx5"]`.
+            After the colon stand the parts that a transfer's `mechanism` may have, or patterns of them. A
+            peer that is reached in another way is refused, and its loads fail. Empty: any way.
         trace: Keep the spans of each handoff (offers, claims, grants, loads, reads) among the connector's
             stats, for `kvferry explain`. Costs a few microseconds per message.
         weights_by_name: Inside vLLM, a model of which no file is on this machine is compared with those of
@@ -45,12 +49,18 @@ class ConnectorOptions:
     address: str = ""
     transport: Annotated[str, _scheme] = "shm"
     transport_options: Mapping[str, object] = field(default_factory=dict)
+    require_transport: Annotated[Sequence[str], each(text(100, 1), 32)] = ()
     trace: bool = False
     weights_by_name: bool = False
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
 
     def __post_init__(self) -> None:
         require_valid(self)
+        for name in self.require_transport:
+            scheme = name.partition(":")[0]
+            if scheme not in (known := available_transports()):
+                what = f"require_transport={name!r} names the unknown transport {scheme!r}"
+                raise unknown_key(what, scheme, known, key="require_transport", value=name)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], scheme: str = "") -> Self:

@@ -97,7 +97,8 @@ def start_handoffs(
     )
     keep = outcomes.keep_span if options.trace else None
     trace = HandoffTrace(keep, parallel.rank) if keep is not None or active_tracer() is not None else None
-    driver = HandoffDriver(transport, endpoint, protocol, outcomes, identity, address, trace)
+    required = options.require_transport
+    driver = HandoffDriver(transport, endpoint, protocol, outcomes, identity, address, trace, required)
     driver.start()
     return driver
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.testing import (
     HandoffConformance,
     MakeNode,
     Request,
     load,
 )
-from kvferry.connector.testing.harness import compute, fetch, settle
+from kvferry.connector.testing.harness import compute, fetch, node_maker, settle
+from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing import built_in
 
@@ -53,3 +55,36 @@ class TestOurs(HandoffConformance):
             assert producer.held
             fetch(consumer, producer, Request("d", 18, params))
         settle(producer, *consumers)
+
+
+@pytest.mark.parametrize(
+    ("transport", "required", "refused"),
+    [
+        ("auto", ["shm"], ""),
+        ("auto", ["ucx:rc*", "zeromq"], "'shm' (on this host)"),
+        ("zeromq", ["shm", "zeromq"], ""),
+        ("zeromq", ["shm"], "'zeromq'"),
+        ("ucx", ["ucx:rc*+tcp"], ""),
+        ("ucx", ["shm", "ucx:rc*"], "'ucx:tcp'"),
+    ],
+)
+def test_a_node_reads_from_no_peer_that_it_reaches_in_another_way_than_is_required(
+    transport: str, required: list[str], refused: str
+) -> None:
+    if transport == "ucx":
+        pytest.importorskip("ucxx", reason="ucxx is not installed")
+    config = {"kv_connector": transport, "kv_connector_extra_config": {"require_transport": required}}
+    with node_maker(config, 30.0) as make:
+        producer, consumer = make(), make()
+        load(consumer, producer, Request("d", 18, producer.prefill("p", 18)[1]))
+        (record,) = consumer.stats.transfers
+        assert bool(record.error) == bool(refused)
+        if refused:
+            assert f"the peer is reached by {refused}: repair the faster network" in record.error
+            assert not record.num_bytes
+
+
+def test_an_unknown_transport_that_is_required_ends_the_start() -> None:
+    with pytest.raises(ConfigurationError, match="'ucxx': did you mean 'ucx'") as caught:
+        ConnectorOptions.from_mapping({"require_transport": ["shm", "ucxx:rc"]})
+    assert caught.value.key == "require_transport"

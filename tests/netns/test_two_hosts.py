@@ -269,13 +269,13 @@ def test_a_host_that_only_tcp_reaches_is_refused_by_name_and_both_nodes_stay_up(
 ) -> None:
     pytest.importorskip("ucxx", reason="ucxx is not installed")
     willing = Host(network.inside("p"), "ucx", ucx_options(network, "p", tmp_path))
-    options = {**ucx_options(network, "d", tmp_path), "tls": "", "refuse_tcp": True}
+    options = {**ucx_options(network, "d", tmp_path), "tls": "^tcp"}
     refusing = Host(network.inside("d"), "ucx", options, RDMA_NODE_PROGRAM)
     with running(willing, refusing) as pair:
         for _ in range(2):
             request_id, _ = pair.start_load()
             error, _ = pair.end_load(request_id, SETTLED_S)
-            assert "change refuse_tcp, tls or net_devices" in error
+            assert "change tls or net_devices" in error
         pair.assert_whole()
 
 

@@ -26,7 +26,6 @@ def options_of(device: str, **others: Any) -> dict[str, Any]:
     return {
         "tls": "rc_v",
         "net_devices": device,
-        "refuse_tcp": True,
         "handshake_timeout_s": 60.0,
         **others,
     }

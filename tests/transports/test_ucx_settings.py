@@ -74,9 +74,9 @@ def test_the_environment_is_unchanged_and_nothing_is_printed() -> None:
 def test_if_tcp_is_refused_a_machine_without_rdma_reports_it_at_the_start() -> None:
     if any(os.scandir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else False:
         pytest.skip("this machine has RDMA devices")
-    with pytest.raises(ConfigurationError, match="refuse_tcp=True") as caught:
-        UCXTransport({"refuse_tcp": True})
-    assert caught.value.key == "refuse_tcp"
+    with pytest.raises(ConfigurationError, match=r"tls=.*\^tcp") as caught:
+        UCXTransport({"tls": "^tcp"})
+    assert caught.value.key == "tls"
 
 
 def connect(dialer: Endpoint, listener: Endpoint) -> Connected | PeerLost:
@@ -91,20 +91,19 @@ def connect(dialer: Endpoint, listener: Endpoint) -> Connected | PeerLost:
 
 
 @needs_ucxx
-@pytest.mark.parametrize("tls", ["", "all"])
 @pytest.mark.parametrize("refuses", ["listener", "dialer"])
 def test_a_peer_that_only_tcp_reaches_is_refused_with_the_options_to_change(
-    make: Make, monkeypatch: pytest.MonkeyPatch, refuses: str, tls: str
+    make: Make, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
     nodes = {name: make() for name in ("listener", "dialer", "friend")}
     # There is no RDMA here. The node starts as if there were, and then finds that it cannot reach the peer
     # with it.
     monkeypatch.setattr("kvferry.transports.ucx.transport.require_network", lambda _: "ucx:rc_mlx5")
-    nodes[refuses] = make(refuse_tcp=True, tls=tls)
+    nodes[refuses] = make(tls="^tcp")
     lost = connect(nodes["dialer"], nodes["listener"])
     assert isinstance(lost, PeerLost)
     assert isinstance(lost.error, PeerRefusedError)
-    assert "change refuse_tcp, tls or net_devices" in str(lost.error)
+    assert "change tls or net_devices" in str(lost.error)
     if refuses == "dialer":  # the listener still accepts others
         assert isinstance(connect(nodes["friend"], nodes["listener"]), Connected)
 
@@ -112,7 +111,6 @@ def test_a_peer_that_only_tcp_reaches_is_refused_with_the_options_to_change(
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"refuse_tcp": True, "tls": "tcp,rc"}, "refuse_tcp"),
         ({"slice_bytes": 1}, "slice_bytes"),
         ({"window_slices": 65}, "window_slices"),
         ({"slice_bytes": 64 << 20, "window_slices": 64}, "window_slices"),
@@ -120,7 +118,6 @@ def test_a_peer_that_only_tcp_reaches_is_refused_with_the_options_to_change(
         ({"port_range": "9-1"}, "port_range"),
         ({"peer_timeout_s": 0}, "peer_timeout_s"),
         ({"tls": 3}, "tls"),
-        ({"refuse_tcp": "no"}, "refuse_tcp"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, object], key: str) -> None:

@@ -383,7 +383,9 @@ class AutoEndpoint(Endpoint):
 
     def route_of(self, peer_id: int) -> Route:
         peer = self._peers.get(peer_id)
-        return Route(self.scheme, "") if peer is None else Route(peer.child.scheme, peer.reason)
+        if peer is None:
+            return Route(self.scheme, "")
+        return replace(peer.child.route_of(peer.their_id), reason=peer.reason)
 
     def _peer(self, peer_id: int) -> _Peer:
         if peer_id not in self._peers:

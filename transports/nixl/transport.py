@@ -333,6 +333,9 @@ class NIXLBackend(PlainStreamBackend[Connection]):
 
     # -- reads -----------------------------------------------------------------------------------------
 
+    def mechanism_of(self, peer: Peer[Connection]) -> str:
+        return self._nixl.mechanism
+
     def start_read(self, read: Read[Connection]) -> None:
         peer = read.peer
         link = self._links[peer]

@@ -14,7 +14,6 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Mapping
 from typing import Any, Final
 
 from .._descriptors import Reserve
@@ -237,7 +236,6 @@ class Worker:
         """
         self._context = context
         self._library = context.library
-        self._options = context.options
         self._endpoint: Any = None
         self._operations: weakref.WeakSet[Operation] = weakref.WeakSet()
         what = "cannot open a UCX worker"
@@ -287,13 +285,10 @@ class Worker:
                 # True: with error handling. Without it UCX aborts this process when the peer dies.
                 self._endpoint = core.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
         except (core.UCXError, RuntimeError) as error:
-            refusal = "refuse_tcp=true, and " if self._options.refuse_tcp else ""
             raise PeerRefusedError(
-                f"{refusal}no UCX transport that survives a peer's death leads to the peer ({error}): {REMEDY}"
+                f"no UCX transport that survives a peer's death leads to the peer ({error}): {REMEDY}"
             ) from error
-        mechanism = f"{SCHEME}:{'+'.join(self._transports())}"
-        self._options.require_allowed(mechanism)
-        return mechanism
+        return f"{SCHEME}:{'+'.join(self._transports())}"
 
     def _transports(self) -> list[str]:
         """The transports of the endpoint's lanes, each once, in UCX's order."""
@@ -405,7 +400,7 @@ def require_network(options: UCXOptions) -> str:
 
     Raises:
         BackendUnavailableError: `ucxx` cannot be imported.
-        ConfigurationError: UCX has no transport that fits; with `refuse_tcp`, none but TCP.
+        ConfigurationError: UCX has no transport that fits `tls` and `net_devices`.
     """
     reserve = Reserve(NUM_HELD)
     try:
@@ -424,10 +419,9 @@ def _mechanism_to_itself(context: Context) -> str:
     try:
         return worker.connect(worker.address)
     except PeerRefusedError as error:
-        key = "refuse_tcp" if options.refuse_tcp else "tls"
-        value: Mapping[str, str] | bool = True if options.refuse_tcp else options.settings()
+        value = options.settings()
         raise ConfigurationError(
-            f"{key}={value}: UCX has nothing here that can be used: {error}", key=key, value=value
+            f"tls={value}: UCX has nothing here that can be used: {error}", key="tls", value=value
         ) from error
     finally:
         worker.close()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Self
 
 from ..checked import integer
-from ..errors import ConfigurationError, PeerRefusedError
 from ..network import PlainAddress, PlaintextOptions
 from ..options import INTERNAL
 
@@ -16,7 +15,7 @@ SCHEME = "ucx"
 _TCP_SEGMENT_BYTES = 256 << 10
 
 #: What to do if UCX finds no transport that leads to a peer.
-REMEDY = "join the nodes by a network that both may use, or change refuse_tcp, tls or net_devices of either"
+REMEDY = "join the nodes by a network that both may use, or change tls or net_devices of either"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,6 @@ class UCXOptions(PlaintextOptions):
     """Options of the transport, in addition to those of `PlaintextOptions`.
 
     Attributes:
-        refuse_tcp: Fail instead of moving bytes over TCP.
         rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in
             `UCX_RNDV_THRESH`. `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent
             at once.
@@ -36,25 +34,8 @@ class UCXOptions(PlaintextOptions):
     MAX_SLICE_BYTES: ClassVar[int] = 64 << 20
     MAX_WINDOW_BYTES: ClassVar[int] = 256 << 20
 
-    refuse_tcp: bool = False
     rndv_threshold: str = field(default="auto", metadata=INTERNAL)
     spin_us: Annotated[int, integer(0, 10_000)] = field(default=200, metadata=INTERNAL)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.refuse_tcp and "tcp" in self.tls.lstrip("^").split(",") and not self.tls.startswith("^"):
-            raise ConfigurationError(
-                f"refuse_tcp=true, and tls={self.tls!r} asks for tcp", key="refuse_tcp", value=True
-            )
-
-    def require_allowed(self, mechanism: str) -> None:
-        """Check that bytes may move by what UCX chose, e.g. `"ucx:rc_mlx5+tcp"`.
-
-        Raises:
-            PeerRefusedError: TCP is part of it, which is refused.
-        """
-        if self.refuse_tcp and "tcp" in mechanism.removeprefix(f"{SCHEME}:").split("+"):
-            raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {mechanism}: {REMEDY}")
 
     def tuned_for(self, mechanism: str) -> Self:
         """Return these options without rendezvous if there is nothing but TCP, where the extra round trip
@@ -77,8 +58,8 @@ class UCXOptions(PlaintextOptions):
             "TCP_RX_SEG_SIZE": str(_TCP_SEGMENT_BYTES),
             "RNDV_THRESH": self.rndv_threshold,
         }
-        if self.tls or self.refuse_tcp:
-            settings["TLS"] = self.tls or "^tcp"
+        if self.tls:
+            settings["TLS"] = self.tls
         if self.net_devices or not self.allow_plaintext:
             settings["NET_DEVICES"] = self.net_devices or "lo"
         return settings

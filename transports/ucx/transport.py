@@ -183,7 +183,6 @@ class UCXBackend(PlainStreamBackend[Connection]):
             case Hello() if handshake.is_prefaced and handshake.hello is None:
                 self._on_hello(peer, handshake, incoming)
             case Ready() if peer.incoming and handshake.worker is not None and handshake.hello is not None:
-                self._options.require_allowed(incoming.mechanism)
                 self._link(peer, handshake.channel, handshake.worker, handshake.hello, incoming.mechanism)
             case _:
                 raise ProtocolError("a connection begins with a preface and a hello each way, and a ready")
@@ -197,7 +196,6 @@ class UCXBackend(PlainStreamBackend[Connection]):
         if peer.incoming:
             handshake.channel.send(self._hello(handshake.worker, mechanism))
         else:
-            self._options.require_allowed(hello.mechanism)
             handshake.channel.send(Ready(mechanism).encode())
             self._link(peer, handshake.channel, handshake.worker, hello, hello.mechanism)
 
@@ -239,6 +237,9 @@ class UCXBackend(PlainStreamBackend[Connection]):
                 raise ProtocolError("the handshake is over")
 
     # -- reads -----------------------------------------------------------------------------------------
+
+    def mechanism_of(self, peer: Peer[Connection]) -> str:
+        return self._links[peer].mechanism
 
     def start_read(self, read: Read[Connection]) -> None:
         peer = read.peer
