@@ -153,7 +153,8 @@ class LaunchedProcess:
     @property
     def url(self) -> str:
         """The base URL of its HTTP server."""
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:

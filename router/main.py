@@ -34,9 +34,11 @@ from .http.serving import (
     checked_access,
     exit_status_of,
     limits_of,
+    place_of,
     say,
     serving,
     steer_to_newest,
+    url_of,
 )
 from .http.tracing import set_up_tracing
 from .nodes.membership import ROLES, DnsTarget, parse_target
@@ -294,17 +296,16 @@ async def _serve(
     admin: Admin | None,
 ) -> None:
     stop = StopRequest(link)
-    host, port = listener.getsockname()[:2]
     # The page asks for the admin key itself. Without one it needs the key of clients.
     open_paths = OPEN_PATHS | ({EXPLAIN_PATH} if admin is not None and admin.access.keys else set())
     async with (
         serving_admin(router.admin_application(stop.begin_drain, admin.port if admin else None), admin),
         serving(router.application(), listener, limits, access, open_paths) as server,
     ):
-        link.report(listening=port, **({} if admin is None else {"admin": admin.port}))
+        link.report(**place_of(listener), **({} if admin is None else {"admin": admin.port}))
         if admin is not None:
             say(f"router's admin endpoints on {admin.url}")
-        say(f"router listening on {access.scheme}://{host}:{port}")
+        say(f"router listening on {url_of(listener, access)}")
         ready = asyncio.create_task(router.wait_until_ready())
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
         await stop.drain.wait()

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import encodings.idna  # noqa: F401 - `getaddrinfo` would import it at its first call, which needs a descriptor
 import ipaddress
+import selectors
 import socket
 import threading
+import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, Self, cast
@@ -27,6 +29,9 @@ from .streams import FrameSocket, Poller, StreamBackend
 #: Lookups that run at a time. Python cannot end one, so a resolver that does not answer blocks up to this
 #: many threads.
 _MAX_THREADS = 4
+
+#: Of a name with several addresses, so many are tried, and for so many seconds.
+_MAX_PROBES, _PROBE_S = 8, 2.0
 
 _BACKLOG = 128
 
@@ -424,8 +429,29 @@ def _resolved(where: HostPort, flags: int = 0) -> Found | KVTransferError:
         return typed(
             error, f"cannot connect to {where.authority}: cannot look up {where.host!r}", PeerLostError
         )
-    family, _, _, _, sockaddr = found[0]
-    return Found(family, sockaddr)
+    addresses = [Found(family, sockaddr) for family, _, _, _, sockaddr in found]
+    return addresses[0] if len(addresses) == 1 else _that_accepts(addresses)
+
+
+def _that_accepts(addresses: Sequence[Found]) -> Found:
+    """Return the first address that accepts a connection, or the first one if none does in time.
+
+    A name may have addresses of both families, of which a peer listens on one. Only a connection
+    shows. This one ends at once, and the peer takes it for one that has left.
+    """
+    with contextlib.ExitStack() as stack:
+        probes = stack.enter_context(selectors.PollSelector())
+        for address in addresses[:_MAX_PROBES]:
+            with contextlib.suppress(KVTransferError):
+                probe = stack.enter_context(contextlib.closing(address.dial()))
+                probes.register(probe, selectors.EVENT_WRITE, address)
+        ends = time.monotonic() + _PROBE_S
+        while probes.get_map() and (left_s := ends - time.monotonic()) > 0:
+            for key, _ in probes.select(left_s):
+                probes.unregister(probe := cast(socket.socket, key.fileobj))
+                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    return cast(Found, key.data)
+    return addresses[0]
 
 
 # == backends ======================================================================================

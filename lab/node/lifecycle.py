@@ -24,6 +24,7 @@ from ...router.http.serving import (
     leave_now,
     say,
     serving,
+    url_of,
 )
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError
@@ -60,8 +61,7 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
             say(f"{options.role} node's admin endpoints on {options.admin.url}")
         await _start(engine, stop)
         server.engine_is_ready()
-        host, port = listener.getsockname()[:2]
-        say(f"{options.role} node ready on {options.access.scheme}://{host}:{port}")
+        say(f"{options.role} node ready on {url_of(listener, options.access)}")
         link.report(ready=True)
         await _first_of(stop.drain, died)
         # Keep the listener open until the end, so that health checks and new requests of routers still get an

@@ -12,7 +12,7 @@ from ...connector.config import KVTransferConfig
 from ...connector.factory import KVConnectorFactory
 from ...router.http.launcher_link import open_link
 from ...router.http.logs import set_up_logging
-from ...router.http.serving import BrokenError, StartupError, bind, exit_status_of
+from ...router.http.serving import BrokenError, StartupError, bind, exit_status_of, place_of
 from ...router.http.tracing import set_up_tracing
 from ...transports.errors import KVTransferError
 from .cli import NodeOptions, options_of, parse_arguments
@@ -54,7 +54,7 @@ def _run(options: NodeOptions) -> None:
             _check_connector(options.settings.kv_transfer)
         with bind(options.host, options.port) as listener:
             admin = {} if options.admin is None else {"admin": options.admin.port}
-            link.report(listening=listener.getsockname()[1], **admin)
+            link.report(**place_of(listener), **admin)
             from .lifecycle import serve
 
             asyncio.run(serve(options, listener, link))

@@ -26,7 +26,7 @@ from ...transports.network import is_loopback
 from .access import ADMIN_KEY_VARIABLE, Access, ApiKeys, ServerTls
 from .connections import ConnectionLimits
 from .errors import error_middleware
-from .serving import StartupError, bind, serving
+from .serving import StartupError, bind, serving, url_of
 
 #: Clients of admin endpoints are few.
 LIMITS = ConnectionLimits(max_connections=32)
@@ -52,8 +52,7 @@ class Admin:
     @property
     def url(self) -> str:
         """The base URL."""
-        host = self.listener.getsockname()[0]
-        return f"{self.access.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return url_of(self.listener, self.access)
 
 
 def add_admin_arguments(parser: argparse.ArgumentParser) -> None:

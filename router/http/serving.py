@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import ipaddress
 import logging
 import os
 import resource
@@ -14,14 +15,14 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...transports.checked import printable
 from ...transports.errors import ConfigurationError
-from ...transports.network import is_loopback
+from ...transports.network import HostPort, is_loopback
 from .access import (
     MAX_PORT,
     OPEN_PATHS,
@@ -186,6 +187,21 @@ def bind(host: str, port: int, option: str = "--port", *, is_shared: bool = Fals
         reason = getattr(error, "strerror", None) or str(error)
         raise StartupError(f"cannot listen on {host}:{port}: {reason}") from None
     return listener
+
+
+def url_of(listener: socket.socket, access: Access) -> str:
+    """Return the base URL of a server that listens there."""
+    return f"{access.scheme}://{HostPort(*listener.getsockname()[:2])}"
+
+
+def place_of(listener: socket.socket) -> dict[str, Any]:
+    """Return what a launcher is told of where a server listens."""
+    host, port = listener.getsockname()[:2]
+    return (
+        {"listening": port}
+        if ipaddress.ip_address(host).is_unspecified
+        else {"host": host, "listening": port}
+    )
 
 
 def steer_to_newest(listener: socket.socket) -> None:

@@ -118,7 +118,9 @@ class Client:
             def holds() -> bool:
                 nonlocal connection
                 if connection is None or select.select([connection.sock], [], [], 0)[0]:
-                    connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
+                    connection = http.client.HTTPConnection(
+                        self.process.host, self.process.port, timeout=TIMEOUT_S
+                    )
                     connections.callback(connection.close)
                     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
                 return condition()
@@ -149,7 +151,7 @@ class Client:
     def _exchange(
         self, method: str, path: str, body: object, headers: Mapping[str, str] = MappingProxyType({})
     ) -> AbstractContextManager[http.client.HTTPResponse]:
-        return exchange(method, f"http://127.0.0.1:{self.process.port}", path, body, headers, TIMEOUT_S)
+        return exchange(method, self.process.url, path, body, headers, TIMEOUT_S)
 
 
 def ask_alone(single: Client, **fields: Any) -> AskAlone:

@@ -115,6 +115,28 @@ def test_an_unknown_name_is_reported(make_world: Callable[..., World], scheme: s
     assert "no-such-host.invalid" in str(lost.error)
 
 
+@pytest.mark.parametrize("scheme", ["zeromq", "tcp", UCX])
+def test_of_a_name_with_both_families_the_one_is_taken_on_which_the_peer_listens(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    lookup = socket.getaddrinfo
+
+    def both(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host != "both.example":
+            return lookup(host, *args, **kwargs)
+        if kwargs.get("flags"):
+            raise socket.gaierror(socket.EAI_NONAME, "not a number")
+        return [*lookup("::1", *args, **kwargs), *lookup("127.0.0.1", *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    options = {"zeromq": {"curve": "off"}, "tcp": {"tls": "off"}}.get(scheme, {})
+    world = make_world(scheme, **options, allow_plaintext=True)
+    server, client = world.node(4096), world.node(4096)
+    port = int(server.endpoint.listen("").rpartition(":")[2])  # of 127.0.0.1
+    peer = client.endpoint.start_connect(f"{scheme}://both.example:{port}", timeout_s=20)
+    world.serve(lambda: Connected(peer, incoming=False) in client.history)
+
+
 # -- many at a time ----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvferry.transports import Guard, Transport
 from kvferry.transports.nixl import NIXLTransport
 from kvferry.transports.nixl.library import Agent
-from kvferry.transports.testing import TransportConformance, connect_tcp
+from kvferry.transports.testing import TransportConformance, World, connect_tcp
 
 if find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
@@ -62,3 +62,9 @@ class TestOnOneHost(NIXLConformance):
 
 class TestOverTCP(NIXLConformance):
     options = TCP
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+def test_hosts_may_be_ipv6_or_names(make_world: Callable[..., World], host: str) -> None:
+    world = make_world("nixl", **TCP, bind_host=host)
+    world.link(world.node(4096), world.node(4096))
