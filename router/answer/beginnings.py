@@ -19,6 +19,7 @@ from typing import Any
 from ...connector.p2p.params import CONTINUES, MOVE_AS
 from ..http.sse import Event, Filter
 from ..nodes.states import Abilities
+from .bill import count_of
 
 COMPLETIONS = "/v1/completions"
 REPLACEMENT = "\ufffd"
@@ -290,8 +291,7 @@ class ReferenceBeginning(Beginning):
     def add(self, token_ids: Sequence[int], event: Event) -> None:
         self.token_ids += token_ids
         if b'"num_prompt_tokens"' in event.raw and isinstance(metrics := event.content.get("metrics"), dict):
-            num = metrics.get("num_prompt_tokens")
-            self._num_prompt_tokens = num if type(num) is int else None
+            self._num_prompt_tokens = count_of(metrics.get("num_prompt_tokens"))
 
     def usage(self) -> Mapping[str, int] | None:
         num = self._num_prompt_tokens
@@ -417,7 +417,7 @@ class _Rewriter:
             return event
         # The server's prompt ends with the beginning of the answer.
         for name, change in (("prompt_tokens", -self.num_known), ("completion_tokens", self.num_known)):
-            if isinstance(count := usage.get(name), int):
+            if (count := count_of(usage.get(name))) is not None:
                 usage[name] = count + change
         return Event.of(event.content)
 

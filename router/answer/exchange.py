@@ -23,6 +23,7 @@ from ..http.errors import ApiError, unavailable
 from ..http.json_body import object_of
 from ..http.sse import DONE, Event
 from .beginnings import Beginning, OtherTokenError, take_token_ids
+from .bill import Bill
 from .endings import Heard, says_engine_ended
 from .moves import Stop, stop_of
 
@@ -93,6 +94,8 @@ class Begun:
         beginning: What the client has before the first event of a stream; None if no other node could go on
             with this answer.
         objection: Why a whole answer is none, although its status is 200; empty if it is one.
+        content: A whole answer, parsed.
+        adds_loads, computes_again: What its node does to its counts; see `Bill.answered`.
     """
 
     status: int
@@ -104,6 +107,9 @@ class Begun:
     error: str = ""
     beginning: Beginning | None = None
     objection: str = ""
+    content: Mapping[str, Any] = field(default_factory=dict)
+    adds_loads: bool = False
+    computes_again: bool = True
 
 
 # -- actions -----------------------------------------------------------------------------------------
@@ -239,6 +245,7 @@ class SendWhole(Action):
     status: int
     headers: Mapping[str, str]
     payload: bytes
+    content: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +298,7 @@ class Exchange:
         lost: Why each node was lost that had the request then, of both roles and over all attempts.
         is_complete: The client has been sent the end of a stream, so that it may leave.
         tail: The last events of the stream with a report of the node: figures, or an error.
+        bill: The counts of tokens that the client is told.
     """
 
     def __init__(
@@ -315,6 +323,7 @@ class Exchange:
         self.lost: list[Exception] = []
         self.is_complete = False
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
+        self.bill = Bill()
         self._explain = explain
         self._heard = Heard(self._num_choices)  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
@@ -366,6 +375,7 @@ class Exchange:
         self.offer, self.decode, self._load = offer, None, _Load()
         self.tried_prefill = {}
         self.is_alone = False
+        self.bill.begins("prefill")
         if offer is None or decode is None:
             self._move(State.PREFILLING)
             return [AskPrefill()]
@@ -378,6 +388,7 @@ class Exchange:
         """Let the node that answers compute the prompt as well."""
         self.offer, self._load = None, _Load()
         self.is_alone = True
+        self.bill.begins("alone")
         self._move(State.DECODING if self.beginning is None else State.CONTINUING)
         return [self._ask_decode(node, None, self.beginning)]
 
@@ -402,6 +413,10 @@ class Exchange:
         Args:
             is_lost: The node was lost while it had the request, which may be why.
         """
+        if is_lost:
+            self.bill.lost()
+        elif self.state is State.RENDEZVOUS:
+            self.bill.no_prefill()
         if self._is_one_too_many(error, is_lost) and self.state in (State.RENDEZVOUS, State.PREFILLING):
             return self._give_up(Note("prefill lost", error))
         if self.state is State.RENDEZVOUS:
@@ -428,6 +443,7 @@ class Exchange:
         if not may_decode_alone:
             return self._fail(self._in_the_middle(error))
         self.is_alone = True
+        self.bill.no_prefill()
         return [Note("alone", error), ChooseDecode()]
 
     # -- what comes of a decode ----------------------------------------------------------------------
@@ -450,6 +466,8 @@ class Exchange:
         Args:
             is_lost: As of `prefill_lost`.
         """
+        if is_lost:
+            self.bill.lost()
         if self._is_one_too_many(error, is_lost):
             return self._give_up(Note("decode lost", error))
         return self._again(Note("decode lost", error))
@@ -468,7 +486,14 @@ class Exchange:
         # A node that has answered nothing says nothing of the offer.
         actions = self._settle("unanswered" if objection and begun.result == "unknown" else begun.result)
         if objection:
+            self.bill.lost()
             return [*actions, self._gave_up(objection), *self._again(Note("decode lost", _lost(objection)))]
+        self.bill.answered(
+            begun.result if begun.result in ("loaded", "failed", "none") else "unsaid",
+            adds_loads=begun.adds_loads,
+            computes_again=begun.computes_again,
+            is_continued=self.beginning is not None,
+        )
         if self.state is State.RENDEZVOUS:
             self._move(State.DECODING)
         has_failed = begun.is_stream or begun.status >= 500
@@ -480,7 +505,7 @@ class Exchange:
         headers = {name: begun.headers[name] for name in PASSED_HEADERS if name in begun.headers}
         if not begun.is_stream:
             headers.setdefault("Content-Type", "application/json")
-            return [*actions, *self._end(SendWhole(begun.status, headers, begun.payload))]
+            return [*actions, *self._end(SendWhole(begun.status, headers, begun.payload, begun.content))]
         if self.beginning is not None:
             self._heard.change = self.beginning.continued()  # before its first event is passed on
         else:
@@ -495,8 +520,10 @@ class Exchange:
         for event in events:
             if why := self._heard.objection(event) or self._error_to_move_for(event):
                 return [*self._sent(sent), *self._broke_off(why, is_lost=says_engine_ended(event.content))]
-            if self.beginning is not None and (stop := stop_of(event)) is not None:
-                event = stop.event
+            if self.beginning is not None:
+                self.bill.heard(event)
+                if (stop := stop_of(event)) is not None:
+                    event = stop.event
             passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
             try:
                 sent += () if passed is None else (event,) if event.is_comment else self._heard.change(passed)
@@ -562,6 +589,7 @@ class Exchange:
             unused = [] if stop.params is None else [Release(Offer(self.decode, stop.params))]
             return [*unused, *self._again(note)]
         ends = self._drop()
+        self.bill.begins("moved")
         self.offer, self._load = Offer(self.decode, stop.params), _Load()
         self.is_alone = False
         self._move(State.MOVING)

@@ -37,6 +37,10 @@ RELEASE_TIMEOUT_S = 5.0
 #: Seconds that a stopping router waits for them.
 LAST_RELEASES_S = 1.0
 
+#: A server of vLLM that is told this count reports it in place of its own, even if its load has failed. The
+#: router needs the server's own; see `bill`.
+_PREFILLS_COUNT = "remote_prefill_cached_tokens"
+
 NO_REASON = "the decode node gave no reason"
 REMEDY = "start both with the same --connector, or with 'auto'"
 
@@ -178,7 +182,9 @@ async def _told(
 def params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `kv_transfer_params` of a whole answer. None if it has none."""
     params = answer.get("kv_transfer_params")
-    return params if isinstance(params, dict) else None
+    if not isinstance(params, dict):
+        return None
+    return {key: value for key, value in params.items() if key != _PREFILLS_COUNT}
 
 
 def begun_of(answer: NodeAnswer) -> Begun:
@@ -189,6 +195,7 @@ def begun_of(answer: NodeAnswer) -> Begun:
         *(answer.status, answer.headers, answer.is_stream, answer.payload, answer.events),
         *(_result(answer, body), error_in(body)),
         objection=objection_to(answer.payload, body) if is_whole else "",
+        content=answer.content,
     )
 
 

@@ -208,6 +208,7 @@ class Performance:
         self._end("decode")
         self._end_mover()
         self._progress.ended()
+        self._observer.left_out(self._exchange.bill.num_left_out)
         if self._exchange.is_complete or self._whole is not None:
             status = 200 if self._whole is None else self._whole.status
             self._observer.ended(status)
@@ -286,7 +287,11 @@ class Performance:
                 await self._begin(status, {**headers, **self._placement()})
             case does.Send(events):
                 await self._send(events)
-            case does.SendWhole(status, headers, payload):
+            case does.SendWhole(status, headers, payload, content):
+                if status == 200:
+                    bill = self._exchange.bill
+                    await self._await_counts(is_needed=bill.is_waiting and b'"usage"' in payload)
+                    payload = bill.whole(payload, content)
                 self._whole = web.Response(
                     body=payload, status=status, headers={**headers, **self._placement()}
                 )
@@ -456,6 +461,7 @@ class Performance:
                     if objection := objection_to(answer.payload, answer.content):
                         raise NodeGoneError(node, objection, may_eject=False)
                     result = answer.content
+                    exchange.bill.prefilled(result)
                     self._observer.prefill_answered(result)
                     self._progress.prompt_ended(is_computed=True)
                 params = params_of(result)
@@ -524,7 +530,12 @@ class Performance:
         if answer.is_stream:
             self._progress.answer_began(node.url)
             self._answer, self._has_come = answer, True
-        begun, exchange = begun_of(answer), self._exchange
+        exchange = self._exchange
+        begun = replace(
+            begun_of(answer),
+            adds_loads=node.abilities.vllm_max_model_len > 0,
+            computes_again=node.said.load_failure_policy != "fail",
+        )
         if (first := next((event for event in answer.events if not event.is_comment), None)) is not None:
             beginning = beginning_of(exchange.body, exchange.path, abilities, first)
             begun = replace(begun, beginning=beginning)
@@ -622,7 +633,14 @@ class Performance:
 
     async def _send(self, events: Sequence[Event]) -> None:
         self._observer.sends(len(events))
-        await self._write(events)
+        bill = self._exchange.bill
+        await self._await_counts(is_needed=any(map(bill.awaits_prefill, events)))
+        await self._write([bill.event(event) for event in events])
+
+    async def _await_counts(self, *, is_needed: bool) -> None:
+        """Wait a moment for the prefill node's count of tokens, which is a part of the decode node's."""
+        if is_needed and (call := self._calls.get("prefill")) is not None:
+            await asyncio.wait({call}, timeout=LAST_ANSWER_S)
 
     async def _write(self, events: Sequence[Event]) -> None:
         assert self._stream is not None, "begun before"

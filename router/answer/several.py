@@ -13,15 +13,13 @@ from ..http.errors import ApiError, note_answered
 from ..http.json_body import Fields, object_of
 from ..http.sse import DONE, Event
 from ..nodes.reading import MAX_ANSWER_BYTES
+from .bill import summed
 from .performance import Performance, send_error, too_late
 
 #: Most prompts of one request that are in flight at a time.
 MAX_AT_ONCE = 16
 #: The most bytes of all whole answers to the prompts of one request.
 MAX_MERGED_BYTES = 4 * MAX_ANSWER_BYTES
-#: Token counts that add up.
-_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
-
 #: Answers one prompt, given its number.
 AnswerOne = Callable[[int], Awaitable[web.StreamResponse]]
 
@@ -39,8 +37,7 @@ class MergedAnswer:
         self._headers = {"X-Request-Id": request_id}
         self._num_answers = Fields(body).integer("n", 1)
         self._num_bytes = 0
-        self._usage: dict[str, Any] = {}
-        self._closing: Mapping[str, Any] | None = None
+        self._ends: list[Mapping[str, Any]] = []  # of the parts' streams: the events with their usage
         self._stream: web.StreamResponse | None = None
         self._beginning = asyncio.Lock()
 
@@ -81,8 +78,10 @@ class MergedAnswer:
                 raise failure
             if self._stream is None:
                 return self._merged([object_of(_body_of(task.result())) for task in tasks])
-            if self._closing is not None:
-                await self._send({**self._closing, "id": self._id, "usage": self._usage})
+            if self._ends:
+                missing: list[Mapping[str, Any]] = [{}] * (num_prompts - len(self._ends))
+                usage = summed([*self._ends, *missing]) or None
+                await self._send({**_common(self._ends), "id": self._id, "usage": usage})
             await self._stream.write(DONE.raw)
             note_answered(self._request, self._stream.status)
             await self._stream.write_eof()
@@ -106,24 +105,17 @@ class MergedAnswer:
     def _merged(self, answers: Sequence[Mapping[str, Any]]) -> web.Response:
         if not all(answers):
             raise ApiError(502, "the answer of a decode node is not a JSON object", kind="server_error")
-        for answer in answers:
-            self._add_usage(answer.get("usage"))
         choices = [
             self._renumbered(choice, number)
             for number, answer in enumerate(answers)
             for choice in _choices(answer)
         ]
-        body = {**answers[0], "id": self._id, "choices": choices, "usage": self._usage}
+        body = {**_common(answers), "id": self._id, "choices": choices, "usage": summed(answers) or None}
         return web.json_response(body, headers=self._headers)
 
     def _renumbered(self, choice: Mapping[str, Any], number: int) -> dict[str, Any]:
         index = choice.get("index", 0)
         return {**choice, "index": (index if type(index) is int else 0) + number * self._num_answers}
-
-    def _add_usage(self, usage: object) -> None:
-        for name in _COUNTS:
-            count = usage.get(name) if isinstance(usage, dict) else None
-            self._usage[name] = self._usage.get(name, 0) + (count if isinstance(count, int) else 0)
 
     async def add_event(self, event: Event, number: int, headers: Mapping[str, str]) -> None:
         """Pass on an event of the answer to one prompt.
@@ -137,10 +129,9 @@ class MergedAnswer:
             raise ApiError(
                 500, str(error.get("message")), kind=str(error.get("type")), code=error.get("code")
             )
-        if not content.get("choices") and content.get("usage"):
+        if content.get("choices") == []:
             # The end of one answer. The usage of all of them follows after the last one.
-            self._add_usage(content["usage"])
-            self._closing = content
+            self._ends.append(content)
             return
         choices = [self._renumbered(choice, number) for choice in _choices(content)]
         await self._send({**content, "id": self._id, "choices": choices}, headers)
@@ -189,6 +180,17 @@ class Part(Performance):
 
     async def _fail(self, error: ApiError) -> None:
         self._refusal = error
+
+
+def _common(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields that are true of the whole answer, because each part has the same.
+
+    What a node says of its own part alone, such as its figures, is left out. The answer was created when its
+    first part was.
+    """
+    first, *others = answers
+    same = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    return {**same, "created": first["created"]} if "created" in first else same
 
 
 def _choices(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

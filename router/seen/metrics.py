@@ -88,6 +88,11 @@ class RouterMetrics:
         )
         for way in ("local", "handover"):
             self.placements.labels(way)
+        self.nonsense = Counter(
+            "kvferry_router_nonsense_usage_total",
+            "Counts in the usage of nodes' answers that cannot be true, such as negative ones; answers leave them out",
+            registry=self._registry,
+        )
         self.followed_nodes = Gauge(
             "kvferry_router_nodes_with_kv_events",
             "Nodes whose KV events the router follows; what the others have cached is a guess from what was sent there",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeVar
 
 from ...connector.spans import PART, PREFIX, Span
+from ..answer.bill import count_of
 from ..answer.exchange import Exchange, Fact
 from ..answer.handoffs import NO_REASON, REMEDY
 from ..choice.placement import Choice
@@ -155,7 +156,7 @@ def mark_answer(call: Span, answer: Mapping[str, Any]) -> None:
         ttft_s=_number(metrics, "ttft_s"),
         num_prompt_tokens=_count(metrics, "num_prompt_tokens", usage, "prompt_tokens"),
         num_output_tokens=_count(metrics, "num_output_tokens", usage, "completion_tokens"),
-        num_found_tokens=int(_number(metrics, "num_loaded_tokens") + _number(metrics, "num_cached_tokens")),
+        num_found_tokens=sum(count_of(metrics.get(f"num_{how}_tokens")) or 0 for how in ("loaded", "cached")),
         transport=text_in(transfer, "transport", MAX_ID_CHARS),
         mechanism=text_in(transfer, "mechanism", MAX_ID_CHARS),
         num_bytes=int(_number(transfer, "num_bytes")),
@@ -490,11 +491,9 @@ def _number(source: Mapping[str, Any], name: str) -> float:
 
 
 def _count(metrics: Mapping[str, Any], name: str, usage: Mapping[str, Any], usage_name: str) -> int | None:
-    """Return a number of tokens. None if the node does not report it."""
-    for source, key in ((metrics, name), (usage, usage_name)):
-        if key in source:
-            return int(_number(source, key))
-    return None
+    """Return a number of tokens. None if the node does not report it, or reports none that can be true."""
+    counts = (count_of(metrics.get(name)), count_of(usage.get(usage_name)))
+    return next((count for count in counts if count is not None), None)
 
 
 def text_in(source: Mapping[str, Any], name: str, max_chars: int) -> str:
@@ -632,6 +631,10 @@ class Observer:
     def fails(self, error: ApiError) -> None:
         """Note the error that the client receives."""
         self._span.note("failed", reason=str(error))
+
+    def left_out(self, num: int) -> None:
+        """Count what the client was not told of the nodes' usage, because it cannot be true."""
+        self._metrics.nonsense.inc(num)
 
     def ended(self, status: int, failure: ApiError | None = None) -> None:
         """Note the end of the answer, and why it is none or a part."""

@@ -282,22 +282,32 @@ SERVED = (
 
 
 def service_of(
-    name: str, model: Path, role: str = "kv_both", policy: str = "fail", **options: Any
+    name: str,
+    model: Path,
+    role: str = "kv_both",
+    policy: str = "fail",
+    arguments: Sequence[str] = (),
+    **options: Any,
 ) -> VllmService:
     """A `vllm serve` with `SERVED`, which starts with a `with` block. `options` are the connector's."""
     extra = {"transport": "shm", **options}
     transfer = {**KVFERRY, "kv_role": role, "kv_load_failure_policy": policy}
-    return VllmService(name, model, SERVED, {**transfer, "kv_connector_extra_config": extra})
+    return VllmService(name, model, (*SERVED, *arguments), {**transfer, "kv_connector_extra_config": extra})
 
 
 @pytest.fixture(scope="session")
 def served(model: Path) -> Iterator[list[VllmService]]:
-    """A prefill server and two decode servers. A test that ends one of them starts it again."""
+    """A prefill server and two decode servers. A test that ends one of them starts it again.
+
+    The last one does not tell clients how many tokens of a prompt were cached.
+    """
     with ExitStack() as stack:
         servers = []
         for name in ("prefill", "decode-1", "decode-2"):
             address = f"shm://@kvferry-{name}-{os.getpid()}"  # the same after a restart
-            servers.append(stack.enter_context(service_of(name, model, address=address)))
+            counts = () if name == "decode-2" else ("--enable-prompt-tokens-details",)
+            server = service_of(name, model, arguments=counts, address=address)
+            servers.append(stack.enter_context(server))
         for server in servers:
             server.wait_ready(START_S)
         yield servers
