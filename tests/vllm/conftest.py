@@ -282,12 +282,22 @@ SERVED = (
 
 
 def service_of(
-    name: str, model: Path, role: str = "kv_both", policy: str = "fail", **options: Any
+    name: str,
+    model: Path,
+    role: str = "kv_both",
+    policy: str = "fail",
+    more: Sequence[str] = (),
+    **options: Any,
 ) -> VllmService:
-    """A `vllm serve` with `SERVED`, which starts with a `with` block. `options` are the connector's."""
+    """A `vllm serve` with `SERVED`, which starts with a `with` block.
+
+    Args:
+        more: Further arguments.
+        options: The connector's.
+    """
     extra = {"transport": "shm", **options}
     transfer = {**KVFERRY, "kv_role": role, "kv_load_failure_policy": policy}
-    return VllmService(name, model, SERVED, {**transfer, "kv_connector_extra_config": extra})
+    return VllmService(name, model, (*SERVED, *more), {**transfer, "kv_connector_extra_config": extra})
 
 
 @pytest.fixture(scope="session")
