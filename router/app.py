@@ -15,11 +15,13 @@ from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler
 
 from ..connector.spans import RecentSpans
-from .answer.bodies import check_body, headers_of, prompts_of
+from .answer.bodies import body_for_nodes, check_body, headers_of, prompts_of
+from .answer.dialects import dialect_of
 from .answer.exchange import Exchange
 from .answer.handoffs import Handoffs
 from .answer.models import Models
-from .answer.performance import DecodeAlone, Performance, Services, explained_difference
+from .answer.one_node import OneNode, not_served
+from .answer.performance import DecodeAlone, Performance, Services, UpstreamAnswer, explained_difference
 from .answer.several import MergedAnswer, Part
 from .choice.fleet import Fleet, Mode
 from .choice.kv_events import EventFollower, Follow
@@ -29,7 +31,8 @@ from .http.access import ApiKeys, NodeAccess
 from .http.admin import admin_application
 from .http.api_pages import add_api_pages
 from .http.connections import is_overloaded, slot_of
-from .http.errors import CLIENT_LEFT, answered_status, error_middleware
+from .http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint, endpoint_at
+from .http.errors import CLIENT_LEFT, ApiError, answered_status, error_middleware
 from .http.json_body import MAX_BODY_BYTES, read_json
 from .http.recent_spans import span_routes
 from .http.serving import close_connections_while
@@ -114,7 +117,8 @@ class Router:
             *(prefill_pool, decode_pool, self._handoffs, options or Options()),
             *(answer_timeout_s, decode_alone, fleet),
         )
-        self._models = Models(services, passes_keys_on=passes_keys_on)
+        self._one_node = OneNode(services, passes_keys_on=passes_keys_on)
+        self._models = Models(services, self._one_node)
         self._is_draining = False  # says `/ready`
         self._refuses = False  # new requests
         self._num_under_way = 0
@@ -129,8 +133,9 @@ class Router:
             middlewares=[observed("router", self._spans.keep), self._count, error_middleware],
             client_max_size=MAX_BODY_BYTES,
         )
-        app.router.add_post("/v1/completions", self._answer)
-        app.router.add_post("/v1/chat/completions", self._answer)
+        for endpoint in ENDPOINTS:
+            for method in endpoint.methods:
+                app.router.add_route(method, endpoint.path, self._answer)
         app.router.add_get("/v1/models", self._models.answer)
         app.router.add_get("/v1/models/{model:.+}", self._models.answer)
         app.router.add_get("/health", self._health)
@@ -343,23 +348,42 @@ class Router:
     # -- answers -------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        endpoint = None if resource is None else endpoint_at(resource.canonical)
+        assert endpoint is not None, "the table made the route"
+        if endpoint.way == "refused":
+            message = f"{request.method} {endpoint.path}: {endpoint.why}"
+            raise ApiError(404, message, kind="invalid_request_error", code="not_served")
         if self._refuses:
             raise NoNodeError("the router is draining: send the request to another router, or retry later")
         async with slot_of(request):
-            return await self._admitted(request)
+            try:
+                response = await self._admitted(request, endpoint)
+            except UpstreamAnswer as refusal:
+                raise not_served(endpoint, refusal.status, refusal.payload) or refusal from None
+        payload = response.body if isinstance(response, web.Response) else None
+        if isinstance(payload, bytes) and (error := not_served(endpoint, response.status, payload)):
+            raise error
+        return response
 
-    async def _admitted(self, request: web.Request) -> web.StreamResponse:
+    async def _admitted(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         span = current_span()
         admitted_s = span.now() - span.start
         mark(span, admitted_s=admitted_s)
         body = await read_json(request)
-        check_body(body)
+        if endpoint.way == "to one node":
+            await check_model(self._nodes, body.get("model"))
+            body.pop("kv_transfer_params", None)  # no client may name where a node connects to
+            return await self._one_node.answer(request, body)
+        dialect = dialect_of(endpoint.path)
+        check_body(body, dialect)
+        body = body_for_nodes(body, dialect)
         await check_model(self._nodes, body.get("model"))
         request_id = name_request(request.headers.get("X-Request-Id", "") or uuid.uuid4().hex)
         headers = headers_of(request.headers, request_id, passes_keys_on=self._passes_keys_on)
         queue = span.child("queue")
         services, path = self._services, request.path
-        prompts = prompts_of(body)
+        prompts = prompts_of(body) if path == COMPLETIONS else [None]
         if len(prompts) == 1:
             turn = services.sessions.begin(body, request.headers)
             exchange = Exchange(path, body, headers, explain=explained_difference)

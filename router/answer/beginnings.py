@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...connector.p2p.params import CONTINUES, MOVE_AS
+from ..http.endpoints import CHATS, COMPLETIONS
 from ..http.sse import Event, Filter
 from ..nodes.states import Abilities
 from .bill import count_of
 
-COMPLETIONS = "/v1/completions"
+#: The endpoints with answers that another node can go on with.
+FOLLOWED_PATHS = frozenset({COMPLETIONS, CHATS})
 REPLACEMENT = "\ufffd"
 _CREATED = re.compile(rb'("created":\s*)\d+')
 #: In a text the quotes would be escaped, so these are keys.
@@ -184,7 +186,7 @@ def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
     numbers know nothing of the answer so far. So its answer must depend on nothing but the tokens so far. A
     reference node is told them.
     """
-    if not body.get("stream") or not node.continues_answers:
+    if path not in FOLLOWED_PATHS or not body.get("stream") or not node.continues_answers:
         return False
     if not node.vllm_max_model_len:
         is_one = all(body.get(name) in allowed for name, allowed in _OF_REFERENCE.items())

@@ -8,6 +8,7 @@ from typing import Any
 from ..http.errors import bad_request
 from ..http.json_body import Fields, refuse_stream_options_alone
 from .beginnings import Beginning
+from .dialects import Dialect, check_refused
 
 #: Most prompts per request.
 MAX_PROMPTS = 256
@@ -21,31 +22,9 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_port": None,
 }
 
-#: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node,
-#: whose token is not used, does not receive them: they cost it time, and some make it fail. This is a list of
-#: what to leave out, and not of what to keep, because a prompt that lacked an unknown field could be another
-#: prompt, whose cache the decode node refuses. So `tools`, `tool_choice` and all that a chat template may
-#: read stay.
-_ONLY_FOR_SAMPLING = frozenset(
-    {
-        *("seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "use_beam_search", "length_penalty"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
-        *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
-        *("stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"),
-        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("guided_decoding_backend", "guided_whitespace_pattern"),
-    }
-)
-#: A grammar, which a server compiles. Some chat templates read it as well, but a prompt has no template.
-_GRAMMAR = frozenset({"response_format"})
-#: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which
-#: only one is loaded.
-_ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
-
-def check_body(body: Mapping[str, Any]) -> None:
-    """Check the fields that the prefill node does not receive.
+def check_body(body: Mapping[str, Any], dialect: Dialect) -> None:
+    """Check the fields that the prefill node does not receive, and those that the router cannot serve.
 
     If only the decode node refused the request, the prefill would have been wasted.
 
@@ -53,16 +32,33 @@ def check_body(body: Mapping[str, Any]) -> None:
         ApiError: A field is wrong (400).
     """
     fields = Fields(body)
-    for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
+    counts = fields.mapping(dialect.inside) if dialect.inside else body
+    for name in (dialect.limit, "max_completion_tokens", "n", "best_of"):
         # An answer that is nothing but the echo of its prompt has no token of its own.
         least = 0 if name.startswith("max") and body.get("echo") is True else 1
-        if fields.integer(name, least) < least:
+        if Fields(counts).integer(name, least) < least:
             code = "unsupported_value" if name == "best_of" else None  # as nodes say it
-            raise bad_request(f"{name}={body[name]}: it must be at least {least}", name, code)
+            raise bad_request(f"{name}={counts[name]}: it must be at least {least}", name, code)
     _refuse_several("prompt_embeds", body.get("prompt_embeds"))
     fields.boolean("stream", False)
     Fields(fields.mapping("stream_options")).boolean("include_usage", False)
     refuse_stream_options_alone(body)
+    check_refused(body, dialect)
+
+
+def body_for_nodes(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """Return a checked body with what all nodes receive, and without a client's own offer.
+
+    At the top it is replaced later. Inside sampling parameters it would reach a node's engine: a client could
+    let the node connect to any address.
+    """
+    result = {**body, **dialect.always}
+    if dialect.inside and isinstance(own := result.get(dialect.inside), dict):
+        extra = own.get("extra_args")
+        if isinstance(extra, dict) and "kv_transfer_params" in extra:
+            extra = {key: value for key, value in extra.items() if key != "kv_transfer_params"}
+            result[dialect.inside] = {**own, "extra_args": extra}
+    return result
 
 
 def _refuse_several(name: str, value: object) -> None:
@@ -76,6 +72,7 @@ def _refuse_several(name: str, value: object) -> None:
 
 def prefill_body(
     body: Mapping[str, Any],
+    dialect: Dialect,
     *,
     wish: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -84,15 +81,17 @@ def prefill_body(
     Args:
         wish: More keys of `kv_transfer_params`.
     """
-    result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     params = {**DO_REMOTE_DECODE, **(wish or {})}
-    left_out = _ONLY_FOR_SAMPLING | (frozenset() if "messages" in body else _GRAMMAR)
+    told = {key: value for key, value in body.items() if key not in dialect.left_out}
+    choice = body.get("tool_choice")
+    if dialect.any_tool and isinstance(choice, dict) and choice.get("type") == "tool":
+        told["tool_choice"] = dialect.any_tool
     # The likeliest token is the cheapest one.
-    result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
-    result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
-    if "max_completion_tokens" in result:
-        result["max_completion_tokens"] = 1
-    return result
+    one_token: dict[str, Any] = {"temperature": 0, dialect.limit: 1}
+    if dialect.inside:
+        own = Fields(body).mapping(dialect.inside)
+        one_token = {dialect.inside: {k: v for k, v in own.items() if k not in dialect.left_out} | one_token}
+    return {**told, **one_token, "stream": False, "kv_transfer_params": params}
 
 
 def decode_body(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..http.json_body import is_object
 from ..http.sse import Event, Filter
+from .dialects import Dialect
 
 #: In a text the quotes would be escaped, so these are keys.
 _REASON = re.compile(rb'"finish_reason":\s*"')
@@ -20,8 +21,11 @@ _NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
 
 EMPTY = "the node ended it before its first token; is it stopping?"
 CUT = "the node ended it without a finish_reason; is it stopping?"
+UNFINISHED = "the node ended it without its last event; is it stopping?"
 ABORTED = "the node aborted the request; is it stopping?"
 NOT_AN_OBJECT = "the node's answer is not one JSON object; was it cut off?"
+
+_PLAIN = Dialect()
 
 #: How the message begins with which a server of vLLM answers as soon as its engine has ended: it crashed, or
 #: the server is stopping.
@@ -33,6 +37,7 @@ class Heard:
 
     Args:
         num_choices: How many answers the client has asked for.
+        dialect: Says how the stream ends. Of one with named events only the last one counts.
 
     Attributes:
         has_said: It has sent more of an answer than its frame.
@@ -41,8 +46,9 @@ class Heard:
         change: Turns its events into those for the client.
     """
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, dialect: Dialect = _PLAIN) -> None:
         self._num_choices = num_choices
+        self._dialect = dialect
         self._names_reasons = False
         self._ended = set[int]()
         self.has_said = self.has_usage = self.is_over = False
@@ -59,7 +65,7 @@ class Heard:
         """
         if is_abort(event):
             return ABORTED
-        if self.is_over or not (event.is_done or _is_usage(event)):
+        if self.is_over or self._dialect.last_events or not (event.is_done or _is_usage(event)):
             return ""
         if not self.has_said:
             return EMPTY
@@ -67,10 +73,21 @@ class Heard:
 
     def missing(self) -> str:
         """Return what a stream lacks that ends here. Empty: nothing."""
-        return "" if self.is_over else CUT if self.has_said else EMPTY
+        cut = UNFINISHED if self._dialect.last_events else CUT
+        return "" if self.is_over else cut if self.has_said else EMPTY
+
+    def is_last(self, event: Event) -> bool:
+        """Whether an event ends a stream."""
+        last = self._dialect.last_events
+        return event.name in last if last else event.is_done
 
     def add(self, event: Event) -> None:
         """Take in the next event."""
+        if self._dialect.last_events:
+            is_frame = event.is_comment or event.name in self._dialect.first_events
+            self.has_said = self.has_said or not is_frame
+            self.is_over = self.is_over or self.is_last(event)
+            return
         self.has_said = self.has_said or says_something(event)
         is_error = b'"error"' in event.raw and "error" in event.content
         self.has_usage = self.has_usage or is_error or _is_usage(event)
@@ -89,7 +106,11 @@ def objection_to(payload: bytes, content: Mapping[str, Any]) -> str:
     """
     if not content and not is_object(payload):
         return NOT_AN_OBJECT
-    return ABORTED if any(one.get("finish_reason") == "abort" for one in choices_of(content)) else ""
+    if any(one.get("finish_reason") == "abort" for one in choices_of(content)):
+        return ABORTED
+    # So vLLM writes it for Messages and for Responses.
+    is_message = content.get("type") == "message" and content.get("stop_reason") is None
+    return ABORTED if is_message or content.get("status") == "cancelled" else ""
 
 
 def is_abort(event: Event) -> bool:

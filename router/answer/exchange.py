@@ -22,8 +22,9 @@ from ..choice.ways import Offer
 from ..http.errors import ApiError, unavailable
 from ..http.json_body import object_of
 from ..http.sse import DONE, Event
-from .beginnings import Beginning, OtherTokenError, take_token_ids
+from .beginnings import FOLLOWED_PATHS, Beginning, OtherTokenError, take_token_ids
 from .bill import Bill
+from .dialects import dialect_of
 from .endings import Heard, says_engine_ended
 from .moves import Stop, stop_of
 
@@ -325,7 +326,8 @@ class Exchange:
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
         self.bill = Bill()
         self._explain = explain
-        self._heard = Heard(self._num_choices)  # from the present decode node
+        self.dialect = dialect_of(path)
+        self._heard = self._new_heard()  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
         self._load = _Load()  # of the present offer
 
@@ -341,10 +343,10 @@ class Exchange:
         """Whether the client wants a stream."""
         return bool(self.body.get("stream"))
 
-    @property
-    def _num_choices(self) -> int:
-        num = self.body.get("n")
-        return num if type(num) is int else 1
+    def _new_heard(self) -> Heard:
+        own = self.body.get(self.dialect.inside) if self.dialect.inside else self.body
+        num = own.get("n") if isinstance(own, dict) else None
+        return Heard(num if type(num) is int else 1, self.dialect)
 
     @property
     def source(self) -> Source:
@@ -395,7 +397,7 @@ class Exchange:
     def _ask_decode(
         self, node: UpstreamNode, params: Mapping[str, Any] | None, after: Beginning | None
     ) -> AskDecode:
-        self.decode, self._heard = node, Heard(self._num_choices)
+        self.decode, self._heard = node, self._new_heard()
         return AskDecode(node, params, after)
 
     # -- what comes of a prefill ---------------------------------------------------------------------
@@ -524,7 +526,9 @@ class Exchange:
                 self.bill.heard(event)
                 if (stop := stop_of(event)) is not None:
                     event = stop.event
-            passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
+            # Only from an answer that is followed were ids asked for that the client has not.
+            keep = self.path not in FOLLOWED_PATHS or bool(self.body.get("return_token_ids"))
+            passed, token_ids = take_token_ids(event, keep=keep)
             try:
                 sent += () if passed is None else (event,) if event.is_comment else self._heard.change(passed)
             except OtherTokenError:
@@ -551,12 +555,12 @@ class Exchange:
                 self.tail.append(event)
             if b'"finish_reason"' in event.raw:
                 self._last = event
-            self.is_complete = event.is_done
+            self.is_complete = self.is_complete or self._heard.is_last(event)
         return [Send(events)] if events else []
 
     def _objection_to(self, events: Sequence[Event]) -> str:
         """Return why a node gives its answer up in the first events of its stream. Empty: it does not."""
-        heard = Heard(self._num_choices)
+        heard = self._new_heard()
         for event in events:
             if heard.is_over:
                 break

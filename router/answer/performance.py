@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from ..choice.fleet import Fleet, Progress
 from ..choice.ways import Facts, Offer, Options, named_offer
 from ..http.errors import ApiError, note_answered
 from ..http.json_body import object_of
-from ..http.sse import DONE, Event
+from ..http.sse import Event
 from ..http.tracing import traced_params
 from ..nodes.membership import Role
 from ..nodes.pool import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
@@ -34,6 +33,7 @@ from ..nodes.states import Abilities, NodeState
 from . import exchange as does
 from .beginnings import beginning_of, followed_body, is_followed
 from .bodies import decode_body, prefill_body
+from .dialects import error_events
 from .endings import choices_of, objection_to, says_engine_ended
 from .exchange import Action, Actions, Bookkeeping, Exchange
 from .handoffs import Handoffs, begun_of, params_of
@@ -109,10 +109,10 @@ class UpstreamAnswer(ApiError):
         error = object_of(payload).get("error")
         message = str(error["message"]) if isinstance(error, dict) and "message" in error else ""
         super().__init__(status, message or payload[:200].decode(errors="replace"), kind="upstream")
-        self._payload = payload
+        self.payload = payload
 
-    def response(self) -> web.Response:
-        return web.Response(body=self._payload, status=self.status, content_type="application/json")
+    def response(self, path: str = "") -> web.Response:
+        return web.Response(body=self.payload, status=self.status, content_type="application/json")
 
 
 def explained_difference(decode: UpstreamNode, prefill: UpstreamNode) -> str:
@@ -153,6 +153,7 @@ class Performance:
         self._call: ExitStack | None = None  # the request to the decode node that has answered
         self._open: list[Offer] = []  # offers that were opened, and not settled yet
         self._stream: web.StreamResponse | None = None
+        self._last_sent: Event | None = None
         self._whole: web.Response | None = None
         self._refusal: ApiError | None = None
 
@@ -443,6 +444,7 @@ class Performance:
                 name = draw_offer_name()
                 body = prefill_body(
                     exchange.body,
+                    exchange.dialect,
                     wish=action.wish or {RELEASE_AS: name},
                 )
                 self._progress.prompt_asked(node.url)
@@ -645,6 +647,7 @@ class Performance:
     async def _write(self, events: Sequence[Event]) -> None:
         assert self._stream is not None, "begun before"
         await self._stream.write(b"".join(event.raw for event in events))
+        self._last_sent = events[-1]
         if self._exchange.is_complete:
             note_answered(self._request, self._stream.status)
 
@@ -657,7 +660,7 @@ class Performance:
         if self._stream is None:
             self._refusal = error
         else:
-            await send_error(self._request, self._stream, error)
+            await send_error(self._request, self._stream, error, self._last_sent)
 
 
 def too_late(limit_s: float) -> ApiError:
@@ -672,11 +675,17 @@ def _bug(error: Exception) -> ApiError:
     return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
 
 
-async def send_error(request: web.Request, stream: web.StreamResponse, error: ApiError) -> None:
-    """End a stream with an error."""
+async def send_error(
+    request: web.Request, stream: web.StreamResponse, error: ApiError, last: Event | None = None
+) -> None:
+    """End a stream with an error.
+
+    Args:
+        last: The last event that the client has.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ERROR_SEND_S):
-            await stream.write(b"data: " + json.dumps(error.body()).encode() + b"\n\n" + DONE.raw)
+            await stream.write(b"".join(event.raw for event in error_events(request.path, error, last)))
             note_answered(request, stream.status)
             await stream.write_eof()
 

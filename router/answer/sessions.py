@@ -54,7 +54,7 @@ class Sessions:
         if session_id := headers.get(SESSION_HEADER, ""):
             keys = [_digest("id", *named, session_id).digest()]
             return Turn(keys[0], self._known(keys))
-        messages = body.get("messages")
+        messages = body.get("messages") or body.get("input")
         if not isinstance(messages, list):
             return NO_TURN
         keys = _keys_of(named, messages)

@@ -33,6 +33,9 @@ Mode = Literal["auto", "never", "always"]
 MAX_NODES = MAX_PAIRS = 4096
 #: A client may write any number as the limit of an answer.
 MAX_ANSWER_TOKENS = 1_000_000
+#: The fields in which the endpoints have what limits an answer, and the prompt.
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+PROMPTS = ("messages", "prompt", "input", "token_ids")
 #: Of text in most languages.
 BYTES_PER_TOKEN = 4
 
@@ -151,7 +154,7 @@ class Progress:
         """Return what the choice of nodes depends on."""
         num_tokens, shares = self.num_tokens, self._fleet.prefixes.shares(self.keys)
         cached = {url: int(share * num_tokens) for url, share in shares.items()}
-        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        limit = next(filter(None, map(self._body.get, LIMITS)), None)
         limit = min(limit, MAX_ANSWER_TOKENS) if type(limit) is int and limit > 0 else 0
         return Ask(num_tokens, limit, cached, is_stream=self._body.get("stream") is True)
 
@@ -231,7 +234,7 @@ class Progress:
 
 def size_in_tokens(body: Mapping[str, Any]) -> int:
     """Return about how many tokens a prompt has."""
-    prompt = body.get("messages") or body.get("prompt") or ""
+    prompt = next(filter(None, map(body.get, PROMPTS)), "")
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
         return len(prompt)
     return len(json.dumps(prompt, ensure_ascii=False).encode()) // BYTES_PER_TOKEN

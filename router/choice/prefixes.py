@@ -30,6 +30,8 @@ PIECE_TOKENS, PIECE_BYTES = 16, 64
 MAX_KEYS = 1 << 20
 #: Pieces per prompt that are looked at.
 MAX_PIECES = 4096
+#: The fields of which a chat's prompt is made, as most chat templates order them.
+TEXTS_OF_CHATS = ("tools", "instructions", "system", "messages", "input")
 #: Nodes that an index tells apart; with another one it begins anew. Restarted nodes count again.
 MAX_NODES = 1024
 #: The latest blocks of a node among which are those that it stored during a request.
@@ -416,13 +418,12 @@ def _is_of_token_ids(key: int) -> bool:
 
 def _pieces(body: Mapping[str, Any]) -> tuple[int, Iterator[bytes]]:
     """Return 1 for a text and 0 for token ids, and the pieces."""
-    prompt = body.get("prompt")
+    prompt = body.get("prompt") or body.get("token_ids")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a list with one prompt
     if isinstance(prompt, list):
         return 0, _pieces_of_tokens(prompt)
-    # Most chat templates write the tools before the messages.
-    told = _texts_in([prompt, body.get("tools"), body.get("messages")], MAX_DEPTH)
+    told = _texts_in([prompt, *map(body.get, TEXTS_OF_CHATS)], MAX_DEPTH)
     return 1, _cut("".join(told).encode(errors="surrogatepass"), PIECE_BYTES)
 
 

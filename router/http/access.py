@@ -28,6 +28,7 @@ from yarl import URL
 from ...transports.errors import ConfigurationError
 from ...transports.network import is_loopback
 from ...transports.tls_files import load_ca, load_chain, require_readable, versions_of
+from .endpoints import has_form_of_messages
 from .errors import ApiError
 from .files import text_of
 
@@ -44,6 +45,10 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 HAS_KEY: Any = web.RequestKey("has_key", bool) if hasattr(web, "RequestKey") else "has_key"
 
 MAX_PORT = 65535
+#: How long a browser need not ask again whether a page may send a request.
+PREFLIGHT_S = 600
+#: An origin as browsers send it.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +188,9 @@ def require_key(keys: ApiKeys, open_paths: frozenset[str] = frozenset()) -> Midd
 
 
 def has_key(request: web.Request, keys: ApiKeys) -> bool:
-    """Return whether a request has one of the keys."""
-    return keys.admits(request.headers.get("Authorization"))
+    """Return whether a request has one of the keys. Anthropic's clients have a header of their own for it."""
+    own = request.headers.get("X-Api-Key") if has_form_of_messages(request.path) else None
+    return keys.admits(request.headers.get("Authorization") if own is None else f"Bearer {own}")
 
 
 def require_own_name(access: Access, *, is_loopback_only: bool) -> Middleware:
@@ -210,14 +216,14 @@ def require_own_name(access: Access, *, is_loopback_only: bool) -> Middleware:
                 f"the header Host is {', '.join(hosts)[:80]!r}: send one host name or address, and at most one port",
                 kind="invalid_request_error",
             )
-        if access.keys:
+        origin = request.headers.get("Origin")
+        if access.keys or (origin is not None and access.allows(origin)):
             return await handler(request)
         if is_loopback_only and access.names is not None and not (is_loopback(name) or name in access.names):
             raise _forbidden(
                 f"without a key this server answers only to names of this machine, and {name[:80]!r} is none: call it by "
                 "'localhost' or its address, set a key, or let --insecure-http allow every name"
             )
-        origin = request.headers.get("Origin")
         if origin is not None and not _is_origin_of(origin, hosts[0] if hosts else ""):
             raise _forbidden(
                 f"without a key this server answers no page of another origin, here {origin[:80]!r}: set a key, or let your proxy "
@@ -226,6 +232,38 @@ def require_own_name(access: Access, *, is_loopback_only: bool) -> Middleware:
         return await handler(request)
 
     return check
+
+
+@web.middleware
+async def answer_preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a browser that asks whether a page may send a request. It asks without a key."""
+    access = request.app[ACCESS]
+    missing = request.match_info.http_exception
+    is_asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+    if (
+        not is_asked
+        or not isinstance(missing, web.HTTPMethodNotAllowed)
+        or not access.allows(request.headers.get("Origin", ""))
+    ):
+        return await handler(request)
+    headers = {
+        "Access-Control-Allow-Methods": ", ".join(sorted(missing.allowed_methods)),
+        "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "")
+        or "Authorization, Content-Type",
+        "Access-Control-Max-Age": str(PREFLIGHT_S),
+    }
+    return web.Response(status=204, headers=headers)
+
+
+async def name_allowed_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """Let pages of allowed origins read an answer. This is a handler of `on_response_prepare`."""
+    access = request.app[ACCESS]
+    if not access.origins:
+        return
+    response.headers["Vary"] = "Origin"
+    if access.allows(origin := request.headers.get("Origin", "")):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = "*"
 
 
 def _forbidden(message: str) -> ApiError:
@@ -505,11 +543,17 @@ class Access:
         tls: Its certificate. None: plain HTTP.
         names: Without keys, and on loopback: by which names it may be called besides those of loopback. None:
             by every name.
+        origins: Of pages that may use the server in a browser; `*` stands for all.
     """
 
     keys: ApiKeys = field(default_factory=ApiKeys)
     tls: ServerTls | None = None
     names: frozenset[str] | None = frozenset()
+    origins: frozenset[str] = frozenset()
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of an origin may use the server."""
+        return bool(origin) and (origin.lower() in self.origins or "*" in self.origins)
 
     @property
     def scheme(self) -> str:
@@ -520,6 +564,10 @@ class Access:
     def ssl_context(self) -> ssl.SSLContext | None:
         """For the listener."""
         return None if self.tls is None else self.tls.context
+
+
+#: What clients must present at an application.
+ACCESS = web.AppKey("access", Access)
 
 
 def add_access_arguments(parser: argparse.ArgumentParser) -> None:
@@ -559,6 +607,15 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
         help="PEM file of CAs; if given, each client must show a certificate of one of them (default: clients need none)",
     )
     group.add_argument(
+        "--allowed-origins",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="origins of pages that may use this server from a browser, e.g. https://chat.example; * allows every page, so combine "
+        "it with a key (default: none)",
+    )
+    group.add_argument(
         "--insecure-http",
         action="store_true",
         help="listen beyond loopback without TLS or without a key, in a network that you trust; on loopback without a key, answer "
@@ -578,7 +635,7 @@ def access_of(options: argparse.Namespace) -> Access:
         fixed.append((API_KEY_VARIABLE, key))
     keys = ApiKeys(fixed, "--api-key-file", options.api_key_file)
     names = None if options.insecure_http else frozenset({options.host.lower()})
-    access = Access(keys, server_tls_of(options), names)
+    access = Access(keys, server_tls_of(options), names, _origins_of(options.allowed_origins))
     if is_loopback(options.host) or options.insecure_http:
         return access
     missing = [] if access.tls else ["TLS (--ssl-certfile, --ssl-keyfile)"]
@@ -591,6 +648,17 @@ def access_of(options: argparse.Namespace) -> Access:
             value=options.host,
         )
     return access
+
+
+def _origins_of(origins: Iterable[str]) -> frozenset[str]:
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin.lower()):
+            raise ConfigurationError(
+                f"--allowed-origins has {origin!r}, which is no origin: write it as in 'https://chat.example:8443', without a path",
+                key="--allowed-origins",
+                value=origin,
+            )
+    return frozenset(map(str.lower, origins))
 
 
 def server_tls_of(options: argparse.Namespace) -> ServerTls | None:

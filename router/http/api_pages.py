@@ -14,6 +14,8 @@ from aiohttp import web
 
 import kvferry
 
+from .endpoints import CHATS, COMPLETIONS, ENDPOINTS, endpoint_at
+
 _TEXT, _NUMBER, _INTEGER, _FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
 _TEXTS: Mapping[str, Any] = {"type": "array", "items": _TEXT}
 _TOKENS: Mapping[str, Any] = {"type": "array", "items": _INTEGER}
@@ -61,13 +63,12 @@ _CHAT: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     "logprobs": (_FLAG, False, "return the log probability of each token"),
     "top_logprobs": (_INTEGER, 0, "and of this many of the likeliest, 0 to 20; needs logprobs"),
 }  # fmt: skip
-_BODIES: Mapping[str, tuple[str, Mapping[str, tuple[Mapping[str, Any], object, str]]]] = {
-    "/v1/completions": ("prompt", {**_COMPLETION, **_COMMON}),
-    "/v1/chat/completions": ("messages", {**_CHAT, **_COMMON}),
+_BODIES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], object, str]]] = {
+    COMPLETIONS: {**_COMPLETION, **_COMMON},
+    CHATS: {**_CHAT, **_COMMON},
 }
 _SUMMARIES: Mapping[str, str] = {
-    "/v1/completions": "Continue prompts.",
-    "/v1/chat/completions": "Answer the last message of a chat.",
+    **{endpoint.path: endpoint.summary for endpoint in ENDPOINTS},
     "/v1/models": "List the models that are served.",
     "/v1/models/{model}": "Describe one model.",
     "/health": "Say whether the server can answer requests: 200 if it can, otherwise 503 and why.",
@@ -101,7 +102,7 @@ def add_api_pages(app: web.Application, title: str) -> None:
 
 def fields_of(path: str) -> AbstractSet[str]:
     """Return the names of the fields that an endpoint serves."""
-    return _BODIES[path][1].keys()
+    return _BODIES[path].keys()
 
 
 def openapi_of(app: web.Application, title: str) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def openapi_of(app: web.Application, title: str) -> dict[str, Any]:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names
             ]
-        if path in _BODIES:
+        if path in _BODIES or (method == "POST" and endpoint_at(path)):
             operation["requestBody"] = {
                 "required": True,
                 "content": {"application/json": {"schema": _schema(path)}},
@@ -136,12 +137,15 @@ def _routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
 
 
 def _schema(path: str) -> dict[str, Any]:
-    required, fields = _BODIES[path]
+    endpoint = endpoint_at(path)
+    assert endpoint is not None, "it has a body"
+    if (fields := _BODIES.get(path)) is None:
+        return {"type": "object", "required": list(endpoint.required)}
     properties = {
         name: {**schema, "description": about, **({} if default is None else {"default": default})}
         for name, (schema, default, about) in fields.items()
     }
-    return {"type": "object", "required": [required], "properties": properties}
+    return {"type": "object", "required": list(endpoint.required), "properties": properties}
 
 
 def _html(description: Mapping[str, Any]) -> str:
@@ -156,9 +160,8 @@ def _html(description: Mapping[str, Any]) -> str:
                 f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>"
             )
             if "requestBody" in operation:
-                parts += _table(
-                    operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
-                )
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                parts += _table(schema["properties"]) if "properties" in schema else ()
     return "\n".join([*parts, "</html>"])
 
 

@@ -15,10 +15,12 @@ import logging
 import resource
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestHandler
 
 from .errors import ApiError, too_many_requests, unavailable
 from .json_body import MAX_BODY_BYTES
@@ -172,7 +174,34 @@ class LimitedRunner(web.AppRunner):
     def server(self) -> Callable[[], asyncio.Protocol] | None:  # type: ignore[override]
         """Makes the protocol of a new connection: aiohttp's, wrapped."""
         make = super().server
-        return None if make is None else lambda: _Connection(self._admission, make)
+        return None if make is None else lambda: _Connection(self._admission, partial(_explaining, make))
+
+
+class _Handler(RequestHandler):
+    """Answers bytes that are no HTTP with an error object, as middleware answers every other error."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # logs it
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        why = " ".join((message or "internal error").split())
+        answer = ApiError(status, f"the request is not valid HTTP: {why}", kind=kind).response()
+        answer.force_close()
+        return answer
+
+
+def _explaining(make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+    handler = make()
+    assert isinstance(handler, RequestHandler), "aiohttp makes them"
+    handler.__class__ = _Handler  # aiohttp lets no caller choose the class
+    return handler
 
 
 @web.middleware

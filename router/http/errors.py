@@ -1,4 +1,6 @@
-"""Errors as OpenAI's API writes them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as OpenAI's API writes them: `{"error": {"message", "type", "param", "code"}}`. Those of Anthropic's
+endpoints have that API's form: `{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
+
+from .endpoints import has_form_of_messages
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +21,18 @@ RETRY_AFTER_S = 1
 
 #: Status for a client that left before its answer was complete. Other servers use the same number.
 CLIENT_LEFT = 499
+
+#: Anthropic's types of errors by status.
+_TYPES_OF_MESSAGES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 # aiohttp before 3.14 knows no typed keys, and later versions warn of others.
 _ANSWERED_STATUS: Any = (
@@ -67,17 +83,21 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the answer."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the JSON body of the answer, in the form of an endpoint."""
+        if has_form_of_messages(path):
+            default = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = _TYPES_OF_MESSAGES.get(self.status, default)
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> web.Response:
-        """Return the HTTP answer."""
+    def response(self, path: str = "") -> web.Response:
+        """Return the HTTP answer, in the form of an endpoint."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return web.json_response(self.body(), status=self.status, headers=headers)
+        return web.json_response(self.body(path), status=self.status, headers=headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -105,7 +125,7 @@ def too_many_requests(message: str) -> ApiError:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error, including aiohttp's errors and our bugs, with an OpenAI error object."""
+    """Answer every error, including aiohttp's errors and our bugs, with an error object."""
     response = await _answer(request, handler)
     if response.status in CLOSED_AFTER:
         response.force_close()
@@ -116,14 +136,16 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return error.response()
+        return error.response(request.path)
     except web.HTTPException as error:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return ApiError(
-            error.status, f"{request.method} {request.path}: {error.reason}", kind=kind
-        ).response()
+        message = f"{request.method} {request.path}: {error.reason}"
+        response = ApiError(error.status, message, kind=kind).response(request.path)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
     except ClientConnectionResetError:
         return web.Response(status=CLIENT_LEFT)  # the client has left, so nothing reads this
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error").response()
+        return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error").response(request.path)

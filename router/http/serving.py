@@ -24,11 +24,14 @@ from ...transports.checked import printable
 from ...transports.errors import ConfigurationError
 from ...transports.network import HostPort, is_loopback
 from .access import (
+    ACCESS,
     MAX_PORT,
     OPEN_PATHS,
     Access,
     access_of,
     add_access_arguments,
+    answer_preflights,
+    name_allowed_origin,
     require_key,
     require_own_name,
 )
@@ -308,6 +311,9 @@ async def serving(
     app[MAX_BODY] = limits.max_body_bytes
     app[GATE] = RequestGate(limits)
     # The last ones are the innermost ones, so the application's own middleware answers their errors.
+    app[ACCESS] = access
+    app.on_response_prepare.append(name_allowed_origin)
+    app.middlewares.append(answer_preflights)
     app.middlewares.append(require_own_name(access, is_loopback_only=is_loopback(listener.getsockname()[0])))
     app.middlewares.append(require_key(access.keys, open_paths))
     runner = LimitedRunner(

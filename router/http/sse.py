@@ -14,6 +14,7 @@ from typing import Any
 from .json_body import object_of
 
 _END = re.compile(rb"\n\r?\n")
+_NAME = re.compile(rb"event:[ ]?([^\r\n]{0,80})\r?\n(?=data:)")
 
 
 class EventTooLongError(ValueError):
@@ -34,20 +35,32 @@ class Event:
         self._content: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Event:
+    def of(cls, content: Mapping[str, Any], name: str = "") -> Event:
         """Write an event, as vLLM writes JSON.
 
         Half of a surrogate pair, which no model writes, cannot be encoded.
+
+        Args:
+            name: For a line `event:`; empty: there is none.
         """
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-        return cls(b"data: " + text.encode(errors="replace") + b"\n\n")
+        named = f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+        return cls(named.encode(errors="replace"))
 
     @property
     def content(self) -> Mapping[str, Any]:
         """The JSON object that it carries; empty for anything else, such as a comment or `[DONE]`."""
         if self._content is None:
-            self._content = object_of(self.raw.strip().removeprefix(b"data:"))
+            raw = self.raw.strip()
+            name = _NAME.match(raw)
+            self._content = object_of((raw[name.end() :] if name else raw).removeprefix(b"data:"))
         return self._content
+
+    @property
+    def name(self) -> str:
+        """What its line `event:` says; empty if it has none."""
+        name = _NAME.match(self.raw)
+        return name[1].decode(errors="replace") if name else ""
 
     @property
     def is_comment(self) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from kvferry.router.answer.bodies import prefill_body
+from kvferry.router.answer.dialects import dialect_of
+from kvferry.router.http.endpoints import CHATS, COMPLETIONS
 
 #: Fields that change the prompt, or could.
 ABOUT_THE_PROMPT: dict[str, Any] = {
@@ -48,12 +50,12 @@ ABOUT_TOKENS: dict[str, Any] = {
 def test_a_prefill_server_receives_what_its_cache_depends_on(temperature: float) -> None:
     prompt = {"model": "m", "prompt": "p", **ABOUT_THE_PROMPT}
     body = {**prompt, **ABOUT_TOKENS, "temperature": temperature, "max_tokens": 8, "stream": True}
-    asked = prefill_body(body)
+    asked = prefill_body(body, dialect_of(CHATS if "messages" in body else COMPLETIONS))
     asked.pop("kv_transfer_params", None)
     assert asked == {**prompt, "temperature": 0, "max_tokens": 1, "stream": False}
 
 
 def test_a_grammar_that_a_chat_template_may_read_stays() -> None:
     body = {"model": "m", "messages": [], "response_format": {"type": "json_object"}}
-    asked = prefill_body(body)
+    asked = prefill_body(body, dialect_of(CHATS if "messages" in body else COMPLETIONS))
     assert asked["response_format"] == body["response_format"]

@@ -123,7 +123,6 @@ async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() 
     assert body == {
         "prompt": "p",
         "max_tokens": 1,
-        "max_completion_tokens": 1,
         "stream": False,
         "temperature": 0,
         "kv_transfer_params": {

@@ -24,8 +24,9 @@ from tests.support.patience import DEADLINE_S
 class NodeHandler(Protocol):
     """Answers the completions of a fake node.
 
-    Methods `ready`, `health`, `metrics`, `version`, `models` and `release`, if there are any, answer the path
-    of their name, and the router's releases of offers.
+    It answers at its `paths` as well, if it has any. Methods `ready`, `health`, `metrics`, `version`,
+    `models` and `release`, if there are any, answer the path of their name, and the router's releases of
+    offers.
     """
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
@@ -109,13 +110,15 @@ async def serving(node: NodeHandler) -> AsyncIterator[str]:
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if (body.get("kv_transfer_params") or {}).get("do_release"):
+        params = body.get("kv_transfer_params")
+        if isinstance(params, dict) and params.get("do_release"):
             return await release(request)
         return await node.handle(request)
 
     release: Handler = getattr(node, "release", _answer_200)
     app = web.Application(middlewares=[error_middleware])
-    app.router.add_post("/v1/completions", complete)
+    for path in ("/v1/completions", *getattr(node, "paths", ())):
+        app.router.add_post(path, complete)
     app.router.add_get("/health", getattr(node, "health", _answer_200))
     app.router.add_get("/v1/models", getattr(node, "models", _answer_200))
     app.router.add_get("/metrics", getattr(node, "metrics", _answer_200))

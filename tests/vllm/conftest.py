@@ -286,13 +286,18 @@ def service_of(
     model: Path,
     role: str = "kv_both",
     policy: str = "fail",
-    arguments: Sequence[str] = (),
+    more: Sequence[str] = (),
     **options: Any,
 ) -> VllmService:
-    """A `vllm serve` with `SERVED`, which starts with a `with` block. `options` are the connector's."""
+    """A `vllm serve` with `SERVED`, which starts with a `with` block.
+
+    Args:
+        more: Further arguments.
+        options: The connector's.
+    """
     extra = {"transport": "shm", **options}
     transfer = {**KVFERRY, "kv_role": role, "kv_load_failure_policy": policy}
-    return VllmService(name, model, (*SERVED, *arguments), {**transfer, "kv_connector_extra_config": extra})
+    return VllmService(name, model, (*SERVED, *more), {**transfer, "kv_connector_extra_config": extra})
 
 
 @pytest.fixture(scope="session")
@@ -306,7 +311,7 @@ def served(model: Path) -> Iterator[list[VllmService]]:
         for name in ("prefill", "decode-1", "decode-2"):
             address = f"shm://@kvferry-{name}-{os.getpid()}"  # the same after a restart
             counts = () if name == "decode-2" else ("--enable-prompt-tokens-details",)
-            server = service_of(name, model, arguments=counts, address=address)
+            server = service_of(name, model, more=counts, address=address)
             servers.append(stack.enter_context(server))
         for server in servers:
             server.wait_ready(START_S)

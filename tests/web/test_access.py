@@ -641,6 +641,51 @@ def test_the_options_name_the_server(words: list[str], names: set[str] | None) -
     assert access_of(parser.parse_args(words)).names == names
 
 
+ORIGIN = "https://chat.example"
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("keys", [ApiKeys(), KEYED], ids=["no key", "a key"])
+async def test_pages_of_allowed_origins_may_use_a_server_and_others_may_not(keys: ApiKeys) -> None:
+    async with served(Access(keys, origins=frozenset({ORIGIN}))) as (url, session):
+        for origin, is_allowed in ((ORIGIN, True), ("https://evil.example", False), ("null", False)):
+            named = {"Origin": origin}
+            path = f"{url}/v1/completions"
+            async with session.options(path, headers={**named, **PREFLIGHT}) as response:
+                assert (response.status == 204) is is_allowed
+                assert response.headers.get("Access-Control-Allow-Methods") == (
+                    "POST" if is_allowed else None
+                )
+            key = {"Authorization": f"Bearer {KEY}"}
+            async with session.post(path, data=b"{}", headers={**JSON, **key, **named}) as response:
+                assert response.status == (200 if is_allowed or keys else 403)
+                assert response.headers.get("Access-Control-Allow-Origin") == (origin if is_allowed else None)
+        async with session.post(
+            f"{url}/v1/completions", data=b"{}", headers={**JSON, "Origin": ORIGIN}
+        ) as response:
+            assert response.status == (401 if keys else 200)
+            assert response.headers["Access-Control-Allow-Origin"] == ORIGIN  # the page can read the error
+
+
+async def test_without_allowed_origins_no_preflight_is_answered() -> None:
+    async with served(Access(KEYED)) as (url, session):
+        headers = {"Origin": ORIGIN, **PREFLIGHT}
+        async with session.options(f"{url}/v1/completions", headers=headers) as response:
+            assert response.status == 401
+            assert not [name for name in response.headers if name.startswith("Access-Control")]
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://a b", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_serving_arguments(parser, port=0)
+    with pytest.raises(ConfigurationError, match="--allowed-origins has .* which is no origin"):
+        access_of(parser.parse_args(["--allowed-origins", origin]))
+
+
 async def test_elsewhere_a_server_answers_to_every_name() -> None:
     """Probes of Kubernetes call it by an address, and Prometheus by the name of a service."""
     app = web.Application(middlewares=[error_middleware])

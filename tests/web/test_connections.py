@@ -235,6 +235,18 @@ async def test_bytes_that_are_not_http_are_answered_400_without_a_traceback(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.parametrize("coding", [b"gzip", b"chunked, gzip", b"odd", b"chunked\r\nContent-Length: 2"])
+async def test_a_bad_transfer_encoding_is_answered_with_an_error_object(coding: bytes) -> None:
+    async with place() as here:
+        client = await here.connect()
+        reply = await client.ask(HEAD + b"Transfer-Encoding: " + coding + b"\r\n\r\n{}")
+        assert (reply.status, reply.headers["content-type"]) == (400, "application/json; charset=utf-8")
+        assert reply.body["error"]["type"] == "invalid_request_error"
+        assert "not valid HTTP" in reply.body["error"]["message"]
+        assert "Encoding" in reply.body["error"]["message"]
+        assert await client.is_closed()
+
+
 async def test_the_limit_of_a_header_counts_neither_bodies_nor_earlier_requests() -> None:
     async with place(max_header_bytes=1024) as here:
         client = await here.connect()

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.connector.p2p.params import MOVE, rendezvous_params
 from kvferry.router.answer import exchange as does
-from kvferry.router.answer.beginnings import COMPLETIONS, beginning_of, followed_body, is_followed
+from kvferry.router.answer.beginnings import beginning_of, followed_body, is_followed
 from kvferry.router.answer.bodies import decode_body, prefill_body
 from kvferry.router.answer.exchange import Action, Actions, Begun, Exchange, State
 from kvferry.router.answer.handoffs import params_of
@@ -21,6 +21,7 @@ from kvferry.router.answer.performance import LAST_ANSWER_S, NEXT_LOOK_S
 from kvferry.router.choice.fleet import Fleet, Progress
 from kvferry.router.choice.placement import Limits
 from kvferry.router.choice.ways import Facts, Offer, Options, Way, way_of
+from kvferry.router.http.endpoints import COMPLETIONS
 from kvferry.router.http.errors import ApiError
 from kvferry.router.http.sse import DONE, Event
 
@@ -334,7 +335,7 @@ class Client:
             exchange.tried_prefill[node] = None
         else:
             node.num_at_once += 1
-        body = prefill_body(exchange.body, wish=action.wish)
+        body = prefill_body(exchange.body, exchange.dialect, wish=action.wish)
         lost = partial(self._prefill_lost, node)
         call = Call(body, lambda *told: None, partial(self._prefill_answered, node), lambda: None, lost)
         self._prefill, self._is_at_once = self._call(node, call), action.node is not None
