@@ -235,6 +235,7 @@ class Decode:
     asked: list[dict[str, Any]] = field(default_factory=list)
     orders: list[str] = field(default_factory=list)
     released: list[dict[str, Any]] = field(default_factory=list)
+    num_sent: int = 0
 
     def __post_init__(self) -> None:
         self.may_begin.set()
@@ -289,6 +290,7 @@ class Decode:
                 **(offer if is_stopped else {}),
             }
             await response.write(f"data: {json.dumps(content)}\n\n".encode())
+            self.num_sent += 1
             await asyncio.sleep(0.01)  # events arrive one by one
             if is_stopped:
                 break
@@ -453,6 +455,7 @@ async def test_an_answer_moves_from_a_node_that_drains(offers: bool) -> None:
     async with answering(Decode(offers=offers), Decode(offers=offers), prefill=prefill) as asked:
         client, asking, left, other = asked
         left.give(2)
+        await until(lambda: left.num_sent == 2)  # otherwise it may be told to stop before its second token
         left.is_draining = True
         await until(lambda: left.orders)
         left.give(1)
@@ -498,6 +501,7 @@ async def test_an_answer_that_the_other_node_refuses_goes_back() -> None:
         _, asking, left, other = asked
         left.refuses = False
         left.give(1)
+        await until(lambda: left.num_sent == 1)
         left.is_draining = True
         await until(lambda: left.orders)
         left.give()
