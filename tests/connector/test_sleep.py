@@ -96,7 +96,7 @@ def test_a_read_in_flight_ends_before_the_memory_goes(nodes: tuple[ModelFreeNode
     """Nothing is written into the pool afterwards, and the load is reported as failed, once."""
     producer, consumer = nodes
     _, params = producer.prefill("p", 9)
-    is_reading = hold_next_read(consumer)
+    is_reading = hold_next_read(half_of(consumer))
     consumer.add(Request("d", 9, params), computes=False)
     consumer.step()
     producer.step()
@@ -116,12 +116,12 @@ def test_a_read_in_flight_ends_before_the_memory_goes(nodes: tuple[ModelFreeNode
     assert handed_over_by_a_new_connection(producer, consumer, "new") == ""
 
 
-def hold_next_read(node: ModelFreeNode) -> threading.Event:
+def hold_next_read(half: HandoffWorker) -> threading.Event:
     """Keep a node's next read in flight until the end of all handoffs is ordered; return what says that it began.
 
     The handoff thread waits inside `start_read`, so nothing can note the read's end before that.
     """
-    driver: Any = half_of(node)._driver
+    driver: Any = half._driver
     is_reading, is_ordered = threading.Event(), threading.Event()
     start_read = driver._endpoint.start_read
 
