@@ -258,7 +258,7 @@ class SchedulerSide:
         self.has_computed = False
         self._is_asleep = False
         self._knows_weights = True
-        self._owing: dict[str, Any] = {}  # by request: vLLM's, whose prompt is to be offered when it ends
+        self._owing: dict[str, Any] = {}  # by request: vLLM's, if it asked for an offer
         self._early: dict[str, _Early] = {}
         self._movable: dict[str, _Movable] = {}  # by request
         self._half = half
@@ -275,7 +275,13 @@ class SchedulerSide:
     @property
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
-        num_own += len(self._owing) + len(self._load_errors) + len(self._must_yield) + len(self._spans) + len(self._to_explain)
+        num_own += (
+            len(self._owing)
+            + len(self._load_errors)
+            + len(self._must_yield)
+            + len(self._spans)
+            + len(self._to_explain)
+        )
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -430,7 +436,7 @@ class SchedulerSide:
         refused, self._refused_loads = self._refused_loads, {}
         self._windows.note_step(scheduler_output)
         for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            if (request := self._owing.get(request_id)) is not None:
+            if (request := self._owing.get(request_id)) is not None and self._half.owes_offer(request_id):
                 # A token of it that is being computed could end it now, when its blocks are gone.
                 request.drop_stale_output = True
         is_idle = getattr(scheduler_output, "total_num_scheduled_tokens", 1) == 0

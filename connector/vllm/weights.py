@@ -363,7 +363,11 @@ def watch_engine_cores() -> None:
     """
     from vllm.v1.engine.core import EngineCore
 
-    missing = [name for name in ("collective_rpc", "reset_prefix_cache", "sleep", "wake_up") if not hasattr(EngineCore, name)]
+    missing = [
+        name
+        for name in ("collective_rpc", "reset_prefix_cache", "sleep", "wake_up")
+        if not hasattr(EngineCore, name)
+    ]
     if missing:
         raise ConfigurationError(
             f"cannot notice changes of the weights: vLLM's EngineCore has no {missing[0]}; use a version of vLLM that "

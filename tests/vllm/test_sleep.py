@@ -40,11 +40,13 @@ class Executor:
         connector: The worker half.
         model: Its weights.
         sleeping_tags: What is asleep.
+        has_looked_asleep: Whether something touched weights whose memory was not there.
     """
 
     def __init__(self, connector: Any) -> None:
         self.connector, self.model = connector, Model()
         self.sleeping_tags: set[str] = set()
+        self.has_looked_asleep = False
 
     @property
     def is_sleeping(self) -> bool:
@@ -57,7 +59,7 @@ class Executor:
             return [getattr(self, method)(*args) if isinstance(method, str) else method(self, *args)]
 
     def get_model(self) -> Model:
-        assert "weights" not in self.sleeping_tags, "the memory of the weights is not there"
+        self.has_looked_asleep |= "weights" in self.sleeping_tags
         return self.model
 
     def scale(self, factor: float) -> None:
@@ -244,33 +246,24 @@ def test_a_read_in_flight_ends_before_the_memory_goes(engines: tuple[Engine, Eng
 @pytest.mark.parametrize("changed", [0, 1], ids=["producer", "consumer"])
 def test_weights_that_change_during_a_sleep_are_noticed(engines: tuple[Engine, Engine], changed: int) -> None:
     """In a trainer's order: sleep, wake the weights, send new ones, wake the cache."""
-    producer, consumer = engines
     for engine in (engines[changed], engines[1 - changed]):
-        assert hand_over_anew(producer, consumer) == ""
         engine.sleep(1)
         engine.wake_up("weights")
         engine.update_weights(2)
         engine.wake_up("kv_cache")
-        if engine is engines[changed]:
-            error = hand_over_anew(producer, consumer)
-            assert "weights" in error
-            assert "changed in memory to" in error
-            break
-    other = engines[1 - changed]
-    other.sleep(2)
-    other.wake_up()
-    other.model_executor.model.load_state_dict(Model().state_dict())
-    other.update_weights(2)
-    assert hand_over_anew(producer, consumer) == ""
+        error = hand_over_anew(*engines)
+        assert ("weights" in error and "changed in memory to" in error) == (engine is engines[changed])
+    assert error == ""
 
 
 def test_weights_that_are_asleep_are_not_looked_at(engines: tuple[Engine, Engine]) -> None:
     """Their memory is gone, and a look would end the process on a GPU."""
     engine = engines[0]
     engine.sleep(1)
-    EngineCore.collective_rpc(engine, "__repr__")
+    EngineCore.collective_rpc(engine, "__repr__")  # any call of the workers
     EngineCore.reset_prefix_cache(engine, True, True)
     engine.wake_up()
+    assert not engine.model_executor.has_looked_asleep
     assert hand_over_anew(*engines) == ""
 
 
