@@ -1,5 +1,5 @@
-"""A node that lets go of its caches for a while: it ends every handoff, answers peers, and comes back as another
-start of the same node.
+"""A node that lets go of its caches for a while: it ends every handoff, answers peers, and comes back as
+another start of the same node.
 """
 
 from __future__ import annotations
@@ -117,9 +117,12 @@ def test_a_read_in_flight_ends_before_the_memory_goes(nodes: tuple[ModelFreeNode
 
 
 def hold_next_read(half: HandoffWorker) -> threading.Event:
-    """Keep a node's next read in flight until the end of all handoffs is ordered; return what says that it began.
+    """Keep a node's next read in flight until the end of all handoffs is ordered.
 
     The handoff thread waits inside `start_read`, so nothing can note the read's end before that.
+
+    Returns:
+        An event that is set when the read has begun.
     """
     driver: Any = half._driver
     is_reading, is_ordered = threading.Event(), threading.Event()

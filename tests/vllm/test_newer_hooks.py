@@ -1,4 +1,4 @@
-"""Calls that vLLM has added since 0.29: what the connector answers, and what a call that comes late or twice does."""
+"""Calls that vLLM has added since 0.29: what the connector answers, and what late or repeated calls do."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_metadata_that_is_bound_twice_is_carried_out_once(nodes: tuple[ModelFree
 def test_loads_start_when_metadata_is_bound_and_not_after_the_pass(
     nodes: tuple[ModelFreeNode, ModelFreeNode],
 ) -> None:
-    """A load that started later would wait for the pass, and what protects its blocks would be the GPU's order."""
+    """A load that started later would wait for the pass."""
     producer, consumer = nodes
     connector = worker_of(consumer)
     submitted = connector._worker._half.submit

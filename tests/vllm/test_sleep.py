@@ -1,7 +1,7 @@
 """Nodes that sleep and wake, with the real halves of two nodes over real transports.
 
-vLLM's CPU build cannot sleep. So vLLM's own `EngineCore.sleep` and `wake_up` run on an engine whose executor makes
-the calls that vLLM 0.33's workers make, in the same order.
+vLLM's CPU build cannot sleep. So vLLM's own `EngineCore.sleep` and `wake_up` run on an engine whose executor
+makes the calls that vLLM 0.33's workers make, in the same order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Engine:
     """Runs methods of vLLM's engine core, which kvferry watches, on the halves of one node.
 
     Attributes:
-        pause_scheduler: Step until nothing is left, and reset the prefix cache, as vLLM does before it sleeps.
+        pause_scheduler: Step until nothing is left, and reset the prefix cache, as vLLM does first.
     """
 
     def __init__(self, node: ModelFreeNode) -> None:
