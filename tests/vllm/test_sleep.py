@@ -20,7 +20,10 @@ import torch
 from kvferry.connector.p2p.params import LOAD_ERROR
 from kvferry.connector.testing import ModelFreeNode, Request, settle
 from tests.connector.test_sleep import hold_next_read
+from tests.vllm.test_changed_weights import SEEDS, refused
 from tests.vllm.test_weights import Model
+
+from .conftest import Pair
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # warnings about vLLM's and torch's own code
@@ -286,3 +289,35 @@ def test_a_sleep_that_fails_leaves_the_node_awake(engines: tuple[Engine, Engine]
     with pytest.raises(RuntimeError, match="no memory"):
         engine.sleep()
     assert hand_over_anew(*engines) == ""
+
+
+# -- real engines ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running_pair(start_module_pair: Any) -> Pair:
+    pair: Pair = start_module_pair(
+        worker_cls="tests.support.sleeping_worker.SleepingWorker",
+        extra={"lease_s": 60, "connect_timeout_s": 20},
+    )
+    return pair
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", [1, 2])
+def test_engines_that_slept_give_right_answers(pair: Pair, prompt: Any, level: int) -> None:
+    tokens = prompt(100, next(SEEDS))
+    params = pair.prefilled(tokens)
+    # In one process vLLM does not wait for offers, which end with the next step and not with their lease.
+    assert "Failed to reset KV cache" in pair.prefill.order("sleep", level=level)["refused"]
+    pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
+    for node in (pair.prefill, pair.decode):
+        assert not node.order("sleep", level=level)["refused"]
+        node.order("wake_up")
+    assert "restarted" in refused(pair, tokens, params)
+    tokens = prompt(100, next(SEEDS))
+    loads = pair.decode.order("figures")["num_loads"]
+    answer = pair.hand_over(tokens)
+    assert pair.decode.order("figures")["num_loads"] == loads + 1
+    pair.assert_like_alone(tokens, answer)
