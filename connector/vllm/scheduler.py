@@ -275,13 +275,8 @@ class SchedulerSide:
     @property
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
-        num_own += (
-            len(self._owing)
-            + len(self._load_errors)
-            + len(self._must_yield)
-            + len(self._spans)
-            + len(self._to_explain)
-        )
+        num_own += len(self._load_errors) + len(self._must_yield) + len(self._spans) + len(self._to_explain)
+        num_own += len(self._owing)
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
