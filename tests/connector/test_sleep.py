@@ -101,8 +101,10 @@ def test_a_read_in_flight_ends_before_the_memory_goes(nodes: tuple[ModelFreeNode
     consumer.step()
     producer.step()
     assert is_reading.wait(20)
+    driver: Any = half_of(consumer)._driver
     half_of(consumer).sleep(WHY)
-    assert half_of(consumer)._driver.loads_in_transfer == set()
+    assert not driver.loads_in_transfer
+    assert not driver._thread.is_alive()
     blocks = consumer.blocks_of("d")
     consumer.pool.fill(blocks, seed=7)  # as if the memory were another's now
     before = consumer.contents(blocks)
