@@ -142,6 +142,7 @@ class HandoffDriver:
 
     Attributes:
         identity: What peers are told from the latest `begin_anew` on.
+        layout: Where the pages of the caches lie in the pool.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class HandoffDriver:
         self.outcomes = outcomes
         self.identity = identity
         self.address = address
+        self.layout = protocol.producer.layout
         self._transport = transport
         self._endpoint = endpoint
         self._protocol = protocol

@@ -359,6 +359,12 @@ class HandoffScheduler(SchedulerHalf):
         orders = self._order(record)
         orders.traceparent, orders.announcement = traceparent, Announcement(own.lease)
 
+    def owes_offer(self, request_id: str) -> bool:
+        """Say whether an offer is to be made of what a request computes."""
+        record = self._requests.get(request_id)
+        own = None if record is None else record.offer
+        return self.may_offer and own is not None and not own.is_released
+
     def end_offers(self) -> None:
         """End the offers that no worker half knows of yet.
 

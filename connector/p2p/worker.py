@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import resource
 import secrets
 import sys
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvferry import __version__
 
-from ...transports.base import Arena, Transport
+from ...transports.base import Arena, Endpoint, Transport
 from ...transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
+from ...transports.regions import Pool
+from ...transports.registry import create_transport
 from ..base import WorkerHalf
 from ..handoff.consumer import ConsumerProtocol
 from ..handoff.events import Identity, LoadEnded, LocalBlocks
@@ -54,6 +57,11 @@ def new_epoch() -> int:
     return 1 + secrets.randbelow(MAX_EPOCH)
 
 
+def _next_epoch(epoch: int) -> int:
+    """Derive the number of a node's next start, so that its ranks agree on it without asking each other."""
+    return 1 + int.from_bytes(hashlib.sha256(f"after {epoch}".encode()).digest()) % MAX_EPOCH
+
+
 def _affordable_connections() -> int:
     """How many connections may be in progress at once under the process's limit of open files.
 
@@ -65,12 +73,18 @@ def _affordable_connections() -> int:
 
 
 def start_handoffs(
-    config: EngineConfig, registration: Registration, transport: Transport, options: ConnectorOptions
+    config: EngineConfig,
+    registration: Registration,
+    transport: Transport,
+    options: ConnectorOptions,
+    before: HandoffDriver | None = None,
 ) -> HandoffDriver:
     """Listen, and start the handoff thread of one process whose caches are registered.
 
     Args:
         transport: Not yet listening. It belongs to the driver from now on.
+        before: What this process did its handoffs with until now; it is closed. This is another start of the
+            same node, at the same address if the transport can have it again. The ends go where they went.
 
     Raises:
         ConfigurationError: the address is malformed, taken, or not ours to bind. The transport is as it was.
@@ -80,7 +94,7 @@ def start_handoffs(
     parallel = config.parallel
     identity = Identity(
         engine_id=config.kv_transfer.engine_id,
-        epoch=parallel.epoch or new_epoch(),
+        epoch=_next_epoch(before.identity.epoch) if before else parallel.epoch or new_epoch(),
         digest=digest(registration.fields),
         fields=registration.fields,
         layout=registration.layout,
@@ -89,8 +103,12 @@ def start_handoffs(
     max_connecting = min(options.handoff.max_connecting, _affordable_connections())
     handoff = replace(options.handoff, max_connecting=max_connecting)
     endpoint = transport.register(registration.pool)
-    address = WorkerAddress(endpoint.listen(options.address), identity.epoch, parallel.rank)
-    outcomes = Outcomes(transport.scheme, layout_name(registration.layout), is_first=parallel.rank == 0)
+    place = _listen_again(endpoint, before, options) if before else endpoint.listen(options.address)
+    address = WorkerAddress(place, identity.epoch, parallel.rank)
+    if before:
+        outcomes = before.outcomes
+    else:
+        outcomes = Outcomes(transport.scheme, layout_name(registration.layout), is_first=parallel.rank == 0)
     protocol = NodeProtocol(
         ProducerProtocol(identity, handoff, transport.guards.num_guards),
         ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
@@ -101,6 +119,14 @@ def start_handoffs(
     driver = HandoffDriver(transport, endpoint, protocol, outcomes, identity, address, trace, required)
     driver.start()
     return driver
+
+
+def _listen_again(endpoint: Endpoint, before: HandoffDriver, options: ConnectorOptions) -> str:
+    """Listen where peers know this node; if that cannot be had again, where the options say."""
+    try:
+        return endpoint.listen(before.address.address)
+    except ConfigurationError:
+        return endpoint.listen(options.address)
 
 
 class HandoffWorker(WorkerHalf):
@@ -124,6 +150,9 @@ class HandoffWorker(WorkerHalf):
         self._arenas: list[Arena] = []
         self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
         self._driver: HandoffDriver | None = None  # from the registration on
+        self._describe: Callable[[], Registration]  # the caches, where they are now
+        self._weights: str | None = None  # as they are described to peers; None: as at the start
+        self._is_asleep = False
         self._mark: Callable[[], Mark] = lambda: (
             AT_ONCE
         )  # marks what was launched until now; see `mark_computed`
@@ -188,16 +217,21 @@ class HandoffWorker(WorkerHalf):
         """
         if self._driver is not None:
             raise KVTransferStateError("the KV caches are registered already")
-        arenas = [arena.segment for arena in self._arenas]
-        registration = describe_caches(
-            self._config,
-            self._kv_cache_config,
-            kv_caches,
-            arenas,
-            host_fields,
-            draft_fields=draft_fields,
-            is_packed=is_packed,
-        )
+
+        def describe() -> Registration:
+            arenas = [arena.segment for arena in self._arenas]
+            return describe_caches(
+                self._config,
+                self._kv_cache_config,
+                kv_caches,
+                arenas,
+                host_fields,
+                draft_fields=draft_fields,
+                is_packed=is_packed,
+            )
+
+        registration = describe()
+        self._describe = describe
         self._memory.extend(kv_caches.values())
         self._mark = partial(mark_computed, self._memory[0].device)
         self._driver = start_handoffs(self._config, registration, self._transport, self._options)
@@ -216,6 +250,62 @@ class HandoffWorker(WorkerHalf):
             )
         rows = zip(tensors, kv_cache, strict=True)
         self.register_kv_caches({name: row for tensor, row in rows for name in tensor.shared_by})
+
+    def sleep(self, why: str) -> None:
+        """End every handoff and let go of the caches' memory. Idempotent.
+
+        After this nothing here touches that memory, and no peer accepts what it reads there, so the engine
+        may free it. The node still answers at its address, as one that is asleep: each load that a peer asks
+        for fails at once, with an error that says so.
+
+        Args:
+            why: For the log and for the errors of what ends.
+
+        Raises:
+            TransferTimeoutError: the handoff thread is busy, or a read could not be stopped in time: it still
+                writes into the caches. They must stay; call this again.
+            UnexpectedError: peers may go on reading what was offered; restart the node.
+        """
+        if self._driver is None or self._is_asleep:
+            return
+        # First, because a close alone does not carry out what was ordered before it.
+        self._driver.begin_anew(self._driver.identity, why, _BEGIN_TIMEOUT_S)
+        fields, layout = self._driver.identity.fields, self._driver.layout
+        transport = self._replaced_transport()
+        # A transport serves some memory, and this is no cache's.
+        nothing = Pool([transport.allocate(resource.getpagesize()).segment])
+        asleep = {**fields, "weights": f"none: {why}"}
+        self._driver = start_handoffs(
+            self._config, Registration(nothing, layout, asleep), transport, self._options, self._driver
+        )
+        self._weights, self._is_asleep = str(fields["weights"]), True
+
+    def wake_up(self) -> None:
+        """Serve the caches again, which are where they were before `sleep`. Idempotent.
+
+        This is another start of the node: no offer and no name of a rendezvous from before is honoured.
+
+        Raises:
+            KVTransferError: as for `register_kv_caches`. The node is still asleep; call this again.
+        """
+        if not self._is_asleep:
+            return
+        transport = self._replaced_transport()
+        found = self._describe()
+        fields = {**found.fields, "weights": self._weights or ""}
+        self._driver = start_handoffs(
+            self._config, replace(found, fields=fields), transport, self._options, self._driver
+        )
+        self._is_asleep = False
+
+    def _replaced_transport(self) -> Transport:
+        """Close the handoffs with their transport, and make another one: a transport has one pool."""
+        self._handoffs().close(self._options.handoff.read_timeout_s + _CLOSE_GRACE_S)
+        self._transport.close()  # if the last attempt to start again failed
+        # What it allocated is foreign memory for the next one. The caches are views of it and keep it.
+        self._arenas.clear()
+        self._transport = create_transport(self._transport.scheme, self._options.transport_options)
+        return self._transport
 
     def get_handshake_metadata(self) -> WorkerAddress:
         return self._handoffs().address
@@ -259,6 +349,9 @@ class HandoffWorker(WorkerHalf):
         """
         driver = self._handoffs()
         identity = driver.identity
+        if self._is_asleep:  # there is nothing to end
+            self._weights = self._weights if weights is None else weights
+            return
         if weights is not None:
             fields = {**identity.fields, "weights": weights}
             identity = replace(identity, fields=fields, digest=digest(fields))

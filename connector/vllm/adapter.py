@@ -119,8 +119,8 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: peers may read the cache at any time, so it must stay in memory."""
-        return False
+        """Return True: vLLM, which asks since 0.33, tells its workers' connectors when the cache goes."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
@@ -153,6 +153,14 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """End every handoff and let go of the caches, before vLLM frees their memory. Idempotent."""
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Serve the caches again, as another start of the node. Idempotent."""
+        self._worker.wake_up()
+
     def begin_anew(self, weights: str, why: str) -> None:
         """End every handoff, and describe these weights to peers from now on; see `weights`."""
         self._worker.begin_anew(weights, why)
@@ -168,7 +176,10 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         self._worker.carry_out(cast(StepMetadata, kv_connector_metadata))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Start the step's loads; since 0.29 vLLM calls `start_load_kv` only after the forward pass."""
+        """Start the step's loads; since 0.29 vLLM calls `start_load_kv` only after the forward pass.
+
+        Do nothing if called again for the same step.
+        """
         super().bind_connector_metadata(connector_metadata)
         self._worker.start_loads(cast(StepMetadata, connector_metadata))
 
@@ -211,6 +222,11 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return self._worker.take_load_errors() if isinstance(self._side, WorkerSide) else None
 
     # -- scheduler half ------------------------------------------------------------------------------
+
+    #: vLLM asks once, for all requests of the engine. If it is True, each request that is preempted loses the
+    #: tokens that are being computed. Only one whose prompt is to be offered must lose them, because it would
+    #: end without blocks otherwise. `SchedulerSide` sees to that.
+    requires_kv_delivery = False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)

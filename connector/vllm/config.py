@@ -41,7 +41,6 @@ _UNSUPPORTED_SIZES = (
 )
 #: Part of vLLM's configuration, option that must be off, and why.
 _UNSUPPORTED_FLAGS = (
-    ("model_config", "enable_sleep_mode", "vLLM would take the cache away from under peers that read it"),
     ("cache_config", "calculate_kv_scales", "a peer that has other scales would misread the cache"),
 )
 #: Parts of the names of layers that only draft models have.
@@ -351,12 +350,27 @@ def _packing(layer: Any) -> str:
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
+    import vllm
+
     for key in _UNSUPPORTED_SIZES:
         if (size := getattr(vllm_config.parallel_config, key, 1)) != 1:
             raise ConfigurationError(f"{key}={size}: only 1 is supported", key=key, value=size)
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not _tells_of_sleep():
+        raise ConfigurationError(
+            f"enable_sleep_mode is not supported with vLLM {vllm.__version__}: its workers do not tell connectors when "
+            "the cache goes, and peers would go on reading it; use vLLM 0.33 or later, or leave out --enable-sleep-mode",
+            key="enable_sleep_mode",
+            value=True,
+        )
     for part, key, why in _UNSUPPORTED_FLAGS:
         if getattr(getattr(vllm_config, part), key, False):
             raise ConfigurationError(f"{key} is not supported: {why}", key=key, value=True)
+
+
+def _tells_of_sleep() -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def _num_kv_heads(model: Any, num_ranks: int, specs: Iterable[AttentionSpec]) -> int:

@@ -256,6 +256,9 @@ class SchedulerSide:
         #: Whether vLLM has computed something since its prefix cache was last reset. The code that resets the
         #: cache clears it.
         self.has_computed = False
+        self._is_asleep = False
+        self._knows_weights = True
+        self._owing: dict[str, Any] = {}  # by request: vLLM's, if it asked for an offer
         self._early: dict[str, _Early] = {}
         self._movable: dict[str, _Movable] = {}  # by request
         self._half = half
@@ -273,6 +276,7 @@ class SchedulerSide:
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early) + len(self._movable)
         num_own += len(self._load_errors) + len(self._must_yield) + len(self._spans) + len(self._to_explain)
+        num_own += len(self._owing)
         return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -306,7 +310,9 @@ class SchedulerSide:
                 )
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
         first = metadata[min(metadata)]
-        self._fields, self._start = first.fields, f"{first.address.epoch:x}"
+        # A node that wakes learns them again.
+        self._fields = first.fields if self._knows_weights else NO_FIELDS
+        self._start = f"{first.address.epoch:x}"
         self._loaded_fields = first.fields
 
     @property
@@ -321,8 +327,20 @@ class SchedulerSide:
             weights: As the worker halves describe them to peers. Empty: not known, so nothing is offered.
         """
         self._fields = {**self._loaded_fields, "weights": weights} if weights else NO_FIELDS
-        self._half.may_offer = bool(weights)
+        self._knows_weights = bool(weights)
+        self._half.may_offer = self._knows_weights and not self._is_asleep
         self._half.end_offers()
+
+    def fall_asleep(self) -> None:
+        """End every handoff, with the next step, and offer nothing more: vLLM sleeps once no request is left.
+
+        An offer would keep it awake until its lease is over.
+        """
+        self._is_asleep, self._half.may_offer = True, False
+        self.reset_cache()
+
+    def wake_up(self) -> None:
+        self._is_asleep, self._half.may_offer = False, self._knows_weights
 
     def reset_cache(self) -> None:
         """End every handoff, with the next step."""
@@ -358,6 +376,7 @@ class SchedulerSide:
                     _leave_out_last_token(request)
                 self._shared.lead(request_id, wish, prompt)
                 if wish.offer_result:
+                    self._owing[request_id] = request
                     self._windows.follow(request_id, request.num_prompt_tokens)
                 if wish.rendezvous and self._can_be_early:
                     self._early[request_id] = _Early(request)
@@ -411,6 +430,10 @@ class SchedulerSide:
         self._spans.step_begins()
         refused, self._refused_loads = self._refused_loads, {}
         self._windows.note_step(scheduler_output)
+        for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
+            if (request := self._owing.get(request_id)) is not None and self._half.owes_offer(request_id):
+                # A token of it that is being computed could end it now, when its blocks are gone.
+                request.drop_stale_output = True
         is_idle = getattr(scheduler_output, "total_num_scheduled_tokens", 1) == 0
         if not self._early:
             return StepMetadata(self._half.build_connector_meta(), refused, is_idle=is_idle)
@@ -493,6 +516,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         self._refused.pop(request.request_id, None)
         self._early.pop(request.request_id, None)
+        self._owing.pop(request.request_id, None)
         self._must_yield.discard(request.request_id)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)

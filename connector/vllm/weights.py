@@ -18,8 +18,8 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -209,11 +209,18 @@ class WeightsWatch:
     Args:
         run: Runs a function in each worker, and returns their answers by rank.
         sides: The scheduler halves of the engine; they describe the same weights.
+        sleeping: What of the engine is asleep; of weights that are, the workers may not touch the memory.
     """
 
-    def __init__(self, run: Callable[..., list[Any]], sides: Sequence[SchedulerSide]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., list[Any]],
+        sides: Sequence[SchedulerSide],
+        sleeping: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         self._run = run
         self._sides = sides
+        self._sleeping = sleeping
         # The weights that were last loaded from files: those files, how they are described, and their stamps.
         self._files = self._base = ""
         self._loaded: list[str] = []
@@ -221,23 +228,28 @@ class WeightsWatch:
         self._is_known = True
         # Whether the prefix cache may have blocks of other weights than the model.
         self._is_stale = False
+        self._has_slept = False
 
     def before_call(self) -> None:
         """Look at the weights for the first time. Nothing can have changed them yet."""
-        if not self._loaded:
+        if not self._loaded and not self._are_asleep:
             self._files = self._base = self._sides[0].loaded_weights
             self._loaded = self._ask(stamp_in_worker, False)
             self._described = self._base, self._loaded
 
     def after_call(self) -> None:
         """Look whether the weights changed. If they did, end what was computed with the old ones."""
-        if not self._is_stale:  # otherwise the reset of the prefix cache will look
+        # If blocks of others are left, the reset of the prefix cache will look; of weights that are asleep,
+        # `after_wake`.
+        if not self._is_stale and not self._are_asleep:
             self._compare(self._ask(stamp_in_worker, False))
 
     def after_reload(self) -> None:
         """Note that the workers loaded their weights from files again, perhaps from others; then as
         `after_call`.
         """
+        if self._are_asleep:
+            return
         (files, *_), stamps = self._ask(files_in_worker), self._ask(stamp_in_worker, True)
         base, before = self._described
         if (files, stamps) != (self._files, self._loaded):
@@ -256,7 +268,31 @@ class WeightsWatch:
             side.has_computed = False
         if self._is_stale:
             self._is_stale = False
+            if self._are_asleep:
+                self._described = ("", [])  # unlike whatever `after_wake` finds
+                return
             self._describe(self._ask(stamp_in_worker, False))
+
+    def before_sleep(self) -> None:
+        """Look at the weights while they are there, and end all that would keep vLLM from sleeping."""
+        self.before_call()
+        self._has_slept = True
+        for side in self._sides:
+            side.fall_asleep()
+
+    def after_wake(self) -> None:
+        """Look at the weights once they are there again; once nothing is asleep, hand over again."""
+        if not self._has_slept:
+            return
+        self.after_call()
+        if not self._sleeping():
+            self._has_slept = False
+            for side in self._sides:
+                side.wake_up()
+
+    @property
+    def _are_asleep(self) -> bool:
+        return "weights" in self._sleeping()
 
     def _ask(self, function: Callable[..., str], *arguments: object) -> list[str]:
         try:
@@ -312,7 +348,10 @@ def _watch_of(engine_core: Any) -> WeightsWatch | None:
         sides = [connector.scheduler_side for connector in _ours(scheduler.get_kv_connector())]
         if not sides:
             return None
-        _WATCHES[engine_core] = WeightsWatch(engine_core.model_executor.collective_rpc, sides)
+        executor = engine_core.model_executor
+        _WATCHES[engine_core] = WeightsWatch(
+            executor.collective_rpc, sides, lambda: getattr(executor, "sleeping_tags", ())
+        )
     return _WATCHES.get(engine_core)
 
 
@@ -324,7 +363,11 @@ def watch_engine_cores() -> None:
     """
     from vllm.v1.engine.core import EngineCore
 
-    missing = [name for name in ("collective_rpc", "reset_prefix_cache") if not hasattr(EngineCore, name)]
+    missing = [
+        name
+        for name in ("collective_rpc", "reset_prefix_cache", "sleep", "wake_up")
+        if not hasattr(EngineCore, name)
+    ]
     if missing:
         raise ConfigurationError(
             f"cannot notice changes of the weights: vLLM's EngineCore has no {missing[0]}; use a version of vLLM that "
@@ -334,6 +377,8 @@ def watch_engine_cores() -> None:
         return
     EngineCore.collective_rpc = _watching_calls(EngineCore.collective_rpc)
     EngineCore.reset_prefix_cache = _watching_resets(EngineCore.reset_prefix_cache)
+    EngineCore.sleep = _watching_sleep(EngineCore.sleep)
+    EngineCore.wake_up = _watching_wake_up(EngineCore.wake_up)
 
 
 def _watching_calls(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
@@ -378,3 +423,35 @@ def _watching_resets(reset_prefix_cache: Callable[..., Any]) -> Callable[..., An
         return is_reset
 
     return reset
+
+
+def _watching_sleep(sleep: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(sleep)
+    def fall_asleep(engine_core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        watch = _watch_of(engine_core) if level else None  # level 0 only pauses
+        if watch is None:
+            return sleep(engine_core, level, *args, **kwargs)
+        watch.before_sleep()
+        try:
+            ended = sleep(engine_core, level, *args, **kwargs)
+        except BaseException:
+            watch.after_wake()
+            raise
+        if isinstance(ended, Future):  # vLLM waits for its requests first
+            ended.add_done_callback(
+                lambda future: watch.after_wake() if future.cancelled() or future.exception() else None
+            )
+        return ended
+
+    return fall_asleep
+
+
+def _watching_wake_up(wake_up: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(wake_up)
+    def wake(engine_core: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = wake_up(engine_core, *args, **kwargs)
+        if (watch := _watch_of(engine_core)) is not None:
+            watch.after_wake()
+        return answer
+
+    return wake

@@ -52,6 +52,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._half = half
         self._carried_out: StepMetadata | None = None
+        self._started: StepMetadata | None = None  # the step whose loads were started last
         self._load_errors: dict[str, str] = {}  # by request; of loads that vLLM knows to have failed
         self._may_wait = False  # the last step computed and reported nothing
         # vLLM makes an offer when a request has ended. By then its last token is on the host, so the pass
@@ -124,6 +125,14 @@ class WorkerSide:
             return "the transport's own memory"
         return "vLLM's memory, which peers cannot map: reads are slower"
 
+    def sleep(self) -> None:
+        """Let go of the caches, whose memory vLLM is about to free; see `HandoffWorker.sleep`."""
+        self._half.sleep("the node is asleep, and its cache and weights may be gone; wake it up")
+
+    def wake_up(self) -> None:
+        """Serve the caches again, which vLLM has put back to where they were."""
+        self._half.wake_up()
+
     def get_handshake_metadata(self) -> WorkerHandshake:
         return WorkerHandshake(self._half.get_handshake_metadata(), self._half.fields)
 
@@ -156,13 +165,16 @@ class WorkerSide:
             self._half.submit(orders, is_computed=self._offers_are_computed and not is_early)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Have the whole step carried out.
+        """Have the whole step carried out; do nothing if called again for the same step.
 
         Call it after the model runner has zeroed and copied the step's blocks.
 
         If a load started earlier, the runner would overwrite what it brought.
         """
         self.carry_out(metadata)
+        if metadata is self._started:
+            return
+        self._started = metadata
         orders = metadata.orders.loads()
         self._clear_draft_pages(order.load for order in orders.requests if order.load is not None)
         self._half.submit(orders)

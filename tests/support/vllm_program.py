@@ -186,6 +186,24 @@ class VllmHost:
         self._engine.collective_rpc(method, kwargs=arguments or {})
         return {}
 
+    def sleep(self, level: int) -> dict[str, Any]:
+        """Sleep, or say why vLLM does not."""
+        try:
+            self._engine.sleep(level)
+        except RuntimeError as error:
+            return {"refused": str(error)}
+        return {"refused": ""}
+
+    def wake_up(self) -> dict[str, Any]:
+        self._engine.wake_up()
+        # Since 0.33 vLLM does this by itself.
+        core = self._engine.engine_core.engine_core
+        known = core.model_executor.get_kv_connector_handshake_metadata()
+        _kvferry(self._scheduler.connector).set_xfer_handshake_metadata_pp_aware(
+            {place: own for worker in known for place, own in worker.items()}
+        )
+        return {}
+
     def preempt(self) -> dict[str, Any]:
         """Preempt every running request, and empty the prefix cache if no offer holds blocks."""
         # vLLM complains about blocks in use after it has preempted all requests.

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec as VllmAttentionSpec
@@ -28,7 +29,7 @@ from kvferry.connector.p2p.orders import HandoffMetadata, OfferOrder, RequestOrd
 from kvferry.connector.p2p.scheduler import HandoffScheduler
 from kvferry.connector.p2p.worker import HandoffWorker
 from kvferry.connector.stats import TransferRecord
-from kvferry.connector.vllm import KvferryConnector
+from kvferry.connector.vllm import KvferryConnector, config
 from kvferry.connector.vllm.adapter import _scheduler_side
 from kvferry.connector.vllm.config import (
     answer_fields,
@@ -109,7 +110,6 @@ class TestRefusedSettings:
         [
             ("parallel_config", "prefill_context_parallel_size", 2),
             ("parallel_config", "decode_context_parallel_size", 2),
-            ("model_config", "enable_sleep_mode", True),
             ("cache_config", "calculate_kv_scales", True),
         ],
     )
@@ -119,6 +119,19 @@ class TestRefusedSettings:
         with pytest.raises(ConfigurationError, match=key) as caught:
             engine_config(SimpleNamespace(**parts, kv_transfer_config=None), KVCacheConfig(8, (), ()))
         assert caught.value.key == key
+
+    def test_sleep_with_a_vllm_that_does_not_tell_connectors_of_it(self, monkeypatch):
+        parts = SimpleNamespace(
+            parallel_config=SimpleNamespace(),
+            model_config=SimpleNamespace(enable_sleep_mode=True),
+            cache_config=SimpleNamespace(),
+        )
+        monkeypatch.setattr(config, "_tells_of_sleep", lambda: False)
+        with pytest.raises(ConfigurationError, match=f"{vllm.__version__}.*use vLLM 0.33 or later") as caught:
+            config._refuse_unsupported(parts)
+        assert caught.value.key == "enable_sleep_mode"
+        monkeypatch.setattr(config, "_tells_of_sleep", lambda: True)
+        config._refuse_unsupported(parts)
 
     def test_a_kind_of_cache_whose_blocks_do_not_hold_tokens(self):
         class CircularBufferSpec(SimpleNamespace):
