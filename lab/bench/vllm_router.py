@@ -19,7 +19,7 @@ CHECKS = (
 def find_vllm_router() -> str | None:
     """Return the path of the program, of the checkout or on PATH; None if there is none."""
     built = Path(__file__).resolve().parents[2] / "build/vllm-router/bin/vllm-router"
-    return shutil.which(built) or shutil.which("vllm-router")
+    return shutil.which(str(built)) or shutil.which("vllm-router")
 
 
 def start_vllm_router(

@@ -124,7 +124,7 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_folder(
     write_tiny_model(tmp_path / "model")
     folder = tmp_path / "empty"
     folder.mkdir()
-    shutil.copy(ROOT / "connector" / "stores" / "layer_store.py", folder / "a_connector.py")
+    shutil.copy(ROOT / "examples" / "layer_store.py", folder / "a_connector.py")
     # Nodes must not import this one instead of Python's.
     (folder / "queue.py").write_text("raise ImportError('the queue of the current folder')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

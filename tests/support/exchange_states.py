@@ -88,6 +88,8 @@ LARGE = (
     *SMALL,
     Bound(1, 2, 2, _STREAM),
     Bound(2, 1, 2, _STREAM | {"may_be_local": False, "may_decode_alone": False}),
+    # A request gives up after three losses.
+    Bound(3, 2, 1, dict.fromkeys(_FLAGS, False) | {"may_be_at_once": True}),
 )
 
 

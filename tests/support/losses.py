@@ -409,6 +409,7 @@ def lose_nodes(
     """
     drawn, report = random.Random(SEED), Report(kind)
     _loaded(fleet, questions, lambda load: load.await_answers(WARM_UP * NUM_CLIENTS))
+    _connect_all(fleet)
     wait_until(lambda: not any(held_by(node.process) for node in fleet.nodes), QUIET_S)
     started = len(fleet.log.read_text())
     everything = (*fleet.nodes, fleet.router)
@@ -429,6 +430,21 @@ def lose_nodes(
     report.read(outcomes)
     report.problems += leaks(everything, before)
     return report
+
+
+def _connect_all(fleet: Fleet) -> None:
+    """Hand a cache over from each prefill node to each decode node.
+
+    A connection stays. Which ones the load needs is left to chance, and is no leak.
+    """
+    nodes = {node.process.url: Client(node.process) for node in fleet.nodes}
+    found = json.loads(Client(fleet.router.process).get("/nodes")[1])["nodes"]
+    urls = {role: [node["url"] for node in found if node["role"] == role] for role in ("prefill", "decode")}
+    for producer, consumer in itertools.product(urls["prefill"], urls["decode"]):
+        if producer != consumer:
+            prompt = f"From {producer} to {consumer} at {time.monotonic()}."
+            offer = nodes[producer].offer(prompt)
+            nodes[consumer].complete(prompt, max_tokens=1, kv_transfer_params=offer)
 
 
 def _loaded(
