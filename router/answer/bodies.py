@@ -32,7 +32,8 @@ _ONLY_FOR_SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
         *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
         *("stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"),
+        *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs"),
+        *("return_tokens_as_token_ids", "return_token_ids"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("guided_decoding_backend", "guided_whitespace_pattern"),
     }
@@ -72,6 +73,18 @@ def _refuse_several(name: str, value: object) -> None:
             f"{name!r} has {len(value)} prompts: each needs a handoff of its own; send one request per prompt"
         )
         raise bad_request(message, name)
+
+
+def must_compute_alone(body: Mapping[str, Any]) -> bool:
+    """Whether a server of vLLM computes the prompt of a request itself, whatever it is offered.
+
+    The log probabilities of a prompt's tokens come only from computing it, and vLLM gives no
+    `kv_transfer_params` to a beam search. An offer would hold blocks until its lease ends, for nothing.
+    """
+    if body.get("use_beam_search") is True or body.get("prompt_logprobs") is not None:
+        return True
+    # A chat that is echoed has the log probabilities of its prompt computed even if it shows none.
+    return body.get("echo") is True and ("messages" in body or body.get("logprobs") is not None)
 
 
 def prefill_body(

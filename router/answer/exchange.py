@@ -342,6 +342,11 @@ class Exchange:
         return bool(self.body.get("stream"))
 
     @property
+    def _shows_ids(self) -> bool:
+        """Whether the client gets the ids of tokens. vLLM echoes a streamed prompt with its ids."""
+        return bool(self.body.get("return_token_ids") or self.body.get("echo"))
+
+    @property
     def _num_choices(self) -> int:
         num = self.body.get("n")
         return num if type(num) is int else 1
@@ -524,7 +529,7 @@ class Exchange:
                 self.bill.heard(event)
                 if (stop := stop_of(event)) is not None:
                     event = stop.event
-            passed, token_ids = take_token_ids(event, keep=bool(self.body.get("return_token_ids")))
+            passed, token_ids = take_token_ids(event, keep=self._shows_ids)
             try:
                 sent += () if passed is None else (event,) if event.is_comment else self._heard.change(passed)
             except OtherTokenError:
