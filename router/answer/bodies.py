@@ -70,6 +70,19 @@ def _refuse_several(name: str, value: object) -> None:
         raise bad_request(message, name)
 
 
+def must_compute_alone(body: Mapping[str, Any], dialect: Dialect) -> bool:
+    """Whether a server of vLLM computes the prompt of a request itself, whatever it is offered.
+
+    The log probabilities of a prompt's tokens come only from computing it, and vLLM gives no
+    `kv_transfer_params` to a beam search. An offer would hold blocks until its lease ends, for nothing.
+    """
+    sampling = Fields(body).mapping(dialect.inside) if dialect.inside else body
+    if sampling.get("use_beam_search") is True or sampling.get("prompt_logprobs") is not None:
+        return True
+    # A chat that is echoed has the log probabilities of its prompt computed even if it shows none.
+    return body.get("echo") is True and ("messages" in body or body.get("logprobs") is not None)
+
+
 def prefill_body(
     body: Mapping[str, Any],
     dialect: Dialect,

@@ -24,7 +24,8 @@ _ONLY_FOR_SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
         *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
         *("stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"),
+        *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs"),
+        *("return_tokens_as_token_ids", "return_token_ids"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("guided_decoding_backend", "guided_whitespace_pattern"),
     }
@@ -92,7 +93,7 @@ _DIALECTS: Mapping[str, Dialect] = {
         last_events=frozenset({"message_stop", "error"}),
     ),
     GENERATE: Dialect(
-        left_out=_LEFT_OUT | {"logprob_token_ids", "flat_logprobs", "thinking_token_budget"},
+        left_out=_LEFT_OUT | {"flat_logprobs", "thinking_token_budget"},
         inside="sampling_params",
     ),
 }

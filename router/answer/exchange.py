@@ -349,6 +349,13 @@ class Exchange:
         return Heard(num if type(num) is int else 1, self.dialect)
 
     @property
+    def _shows_ids(self) -> bool:
+        """Whether the client gets the ids of tokens. vLLM echoes a streamed prompt with its ids."""
+        # Only from an answer that is followed were ids asked for that the client has not.
+        is_asked = self.body.get("return_token_ids") or self.body.get("echo")
+        return bool(is_asked) or self.path not in FOLLOWED_PATHS
+
+    @property
     def source(self) -> Source:
         """How the decode node gets the cache of the prompt."""
         if self.is_alone:
@@ -526,9 +533,7 @@ class Exchange:
                 self.bill.heard(event)
                 if (stop := stop_of(event)) is not None:
                     event = stop.event
-            # Only from an answer that is followed were ids asked for that the client has not.
-            keep = self.path not in FOLLOWED_PATHS or bool(self.body.get("return_token_ids"))
-            passed, token_ids = take_token_ids(event, keep=keep)
+            passed, token_ids = take_token_ids(event, keep=self._shows_ids)
             try:
                 sent += () if passed is None else (event,) if event.is_comment else self._heard.change(passed)
             except OtherTokenError:

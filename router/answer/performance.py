@@ -32,7 +32,7 @@ from ..nodes.reading import NodeAnswer
 from ..nodes.states import Abilities, NodeState
 from . import exchange as does
 from .beginnings import beginning_of, followed_body, is_followed
-from .bodies import decode_body, prefill_body
+from .bodies import decode_body, must_compute_alone, prefill_body
 from .dialects import error_events
 from .endings import choices_of, objection_to, says_engine_ended
 from .exchange import Action, Actions, Bookkeeping, Exchange
@@ -355,6 +355,10 @@ class Performance:
         if not decodes:
             # Before the prefill: without a decode node its offer would only hold blocks until the lease ends.
             return await self._without_decode()
+        if must_compute_alone(exchange.body, exchange.dialect) and (
+            pair := self._choose(decodes, decodes, may_hand_over=False)
+        ):
+            return exchange.placed_at(pair[1])
         if (pair := self._choose(services.prefill_pool.usable({}, exchange.body), decodes)) is None:
             return exchange.placed()
         self._chosen, decode = pair

@@ -28,6 +28,7 @@ from kvferry.transports.shm import hello as shm_hello
 from kvferry.transports.tcp import wire as tcp_wire
 from kvferry.transports.ucx import wire as ucx_wire
 from kvferry.transports.zeromq import wire as zeromq_wire
+from tests.vllm.test_request_features import documented
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -78,6 +79,15 @@ def test_the_page_about_upgrades_names_the_versions_of_today() -> None:
     named = ", ".join(f"`{name}` {version}" for name, version in transports.items())
     assert f"| wire format of a transport ({named}) |" in page
     assert f"(the field `protocol`) | {DESCRIPTION_VERSION} |" in page
+
+
+def test_the_page_about_vllm_has_the_rows_of_the_test_of_requests() -> None:
+    (table,) = re.findall(
+        r"\| what \| fields \| a pair of servers \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", _page("vllm")
+    )
+    assert table.splitlines() == documented()
+    files = set(re.findall(r"test_\w+\.py", table))
+    assert all((ROOT / "tests" / "vllm" / name).exists() for name in files)
 
 
 def test_the_changelog_says_in_sixty_lines_what_a_release_does() -> None:

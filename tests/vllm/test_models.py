@@ -187,17 +187,21 @@ def test_answers_are_those_of_one_node(kind, pair, prompt):
             kind.assert_handed_over(way, prompt(num_tokens))
 
 
-def test_answers_with_a_prefix_that_is_already_cached(kind, pair, prompt):
+@pytest.mark.parametrize("cached", ["prefill", "decode", "both"])
+def test_answers_with_a_prefix_that_is_already_cached(kind, pair, prompt, cached):
+    """First a beginning of the prompt is in the caches, and then all of it."""
     tokens = prompt(600)
-    pair.decode.ask(next(pair.names), tokens[:400])
-    alone = pair.alone(tokens, 9)  # this forgets the prefix
-    pair.decode.order("forget")
-    pair.decode.ask(next(pair.names), tokens[:400])
+    alone = pair.alone(tokens, 9)
     asked = [*tokens, alone["tokens"][0]]
-    answer = pair.hand_over(asked)
-    assert answer["tokens"] == alone["tokens"][1:]
     tolerance = kind.tolerance or tolerance_of("float32")
-    assert answer["logprobs"] == pytest.approx(alone["logprobs"][1:], abs=tolerance)
+    for known in (tokens[:400], asked):
+        for name, node in (("prefill", pair.prefill), ("decode", pair.decode)):
+            node.order("forget")
+            if cached in (name, "both"):
+                node.ask(next(pair.names), known)
+        answer = pair.hand_over(asked)
+        assert answer["tokens"] == alone["tokens"][1:]
+        assert answer["logprobs"] == pytest.approx(alone["logprobs"][1:], abs=tolerance)
 
 
 def test_a_prompt_longer_than_the_offer_is_continued(kind, pair, prompt):
