@@ -163,6 +163,8 @@ class TransferRecord:
         reason: Why this transport was used; empty if there was no choice.
         exposed_seconds: From the moment when the whole offer was readable, or when the load was ordered if
             that was later, until the load ended. This is the part that computing the prompt did not hide.
+        sums: What verified the bytes in transit, `"xxh3"` or `"tls"`; empty if nothing did. The owner's guard
+            is looked at after each read, whatever moved the bytes.
     """
 
     request_id: str
@@ -177,6 +179,7 @@ class TransferRecord:
     error: str = ""
     reason: str = ""
     exposed_seconds: float = 0.0
+    sums: str = ""
 
     @staticmethod
     def joined(records: Sequence[TransferRecord]) -> TransferRecord:
@@ -194,6 +197,7 @@ class TransferRecord:
             seconds=max(record.seconds for record in records),
             exposed_seconds=max(record.exposed_seconds for record in records),
             error=next((record.error for record in records if record.error), ""),
+            sums=records[0].sums if all(record.sums for record in records) else "",
         )
 
 

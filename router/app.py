@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -46,6 +46,7 @@ from .nodes.states import NodeState
 from .seen.accounts import Accounts
 from .seen.metrics import RouterMetrics
 from .seen.page import Page
+from .seen.receipts import RECEIPT_HEADER, Receipts, receipt_of
 from .seen.records import Observer, RecentRequests, RequestRecord, mark
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Router:
         sources: Where the router learns of nodes while it runs.
         admin_keys: The keys that `/page/explain` asks for, as the admin endpoints do; if empty, none. None:
             it answers no client.
+        receipts: Which answers say how their cache came.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Router:
         follow: Follow = "auto",
         sources: Sequence[NodeSource] = (),
         admin_keys: ApiKeys | None = None,
+        receipts: Receipts = "asked",
     ) -> None:
         self._prefill_pool = prefill_pool
         self._decode_pool = decode_pool
@@ -101,6 +104,7 @@ class Router:
         self._passes_keys_on = passes_keys_on
         self._sources = sources
         self._admin_keys = admin_keys
+        self._gives_receipts = receipts
         self._handoffs = Handoffs()
         self._recent = RecentRequests()
         self._spans = RecentSpans()
@@ -143,7 +147,7 @@ class Router:
         app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
-        accounts = Accounts(
+        accounts = self._accounts = Accounts(
             self._spans, lambda: {node.url: self._server_name(node.url) for node in self._nodes}
         )
 
@@ -347,6 +351,23 @@ class Router:
 
     # -- answers -------------------------------------------------------------------------------------
 
+    def _receipt(
+        self, request: web.Request, exchange: Exchange, record: RequestRecord
+    ) -> Callable[[], Awaitable[Mapping[str, Any]]] | None:
+        """Return what writes the receipt of an answer; None if the client gets none."""
+        if self._gives_receipts != "always" and (
+            RECEIPT_HEADER not in request.headers or self._gives_receipts == "keyed"
+        ):
+            return None
+
+        async def written() -> Mapping[str, Any]:
+            node, told = exchange.decode, None
+            if node is not None and node.abilities.vllm_max_model_len:
+                told = await self._accounts.of_vllm(exchange.request_id, node.url, self._services.session)
+            return receipt_of(exchange, record, told)
+
+        return written
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         resource = request.match_info.route.resource
         endpoint = None if resource is None else endpoint_at(resource.canonical)
@@ -390,7 +411,8 @@ class Router:
             record = RequestRecord(request_id, path, span)
             with self._recent.following(record):
                 observer = Observer(exchange, record, self._metrics, queue)
-                return await Performance(services, exchange, request, observer, turn).run()
+                receipt = self._receipt(request, exchange, record)
+                return await Performance(services, exchange, request, observer, turn, receipt).run()
         merged = MergedAnswer(request, body, request_id)
 
         async def answer_one(number: int) -> web.StreamResponse:
@@ -401,6 +423,8 @@ class Router:
                 record = RequestRecord(exchange.request_id, path, own_span)
                 observer = Observer(exchange, record, self._metrics, queue, times_pieces=False)
                 with self._recent.following(record):
-                    return await Part(services, exchange, request, observer).of(merged, number).run()
+                    receipt = self._receipt(request, exchange, record)
+                    part = Part(services, exchange, request, observer, receipt=receipt)
+                    return await part.of(merged, number).run()
 
         return await merged.answer(len(prompts), answer_one, services.answer_timeout_s)

@@ -46,6 +46,7 @@ from .nodes.pool import NodePool
 from .nodes.sources import DnsName, LookUpError, NodesFile, NodeSource
 from .nodes.states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
 from .seen.page import EXPLAIN_PATH
+from .seen.receipts import Receipts
 
 DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
@@ -136,16 +137,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=EjectionRule.num_failures,
         metavar="N",
-        help="failed requests in a row after which a node whose health checks succeed is avoided while others "
-        "work; 0: never (default: %(default)d)",
-    )
-    group.add_argument(
-        "--eject-s",
-        type=float,
-        default=EjectionRule.first_s,
-        metavar="S",
-        help="seconds until a node that was avoided for that is tried again; twice as long each further time, "
-        "until a request succeeds (default: %(default)g)",
+        help=f"failed requests in a row after which a node whose health checks succeed is avoided for {EjectionRule.first_s:g} s "
+        "while others work, and each further time for twice as long; 0: never (default: %(default)d)",
     )
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -206,6 +199,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="whose KV events --placement auto follows, to know what nodes have cached: auto those of nodes on loopback, on those of all "
         "nodes that publish, off none; they are neither encrypted nor authenticated (default: %(default)s)",
     )
+    group.add_argument(
+        "--receipts",
+        choices=get_args(Receipts),
+        default="keyed",
+        help="which answers say how their cache came, in the field kv_receipts: keyed those to requests with the header X-KV-Receipt "
+        "and a key of --api-key or --api-key-file, asked those to all requests with the header, always all; they name nodes "
+        "(default: %(default)s)",
+    )
     for name, what in (("ttft", "the first token"), ("itl", "a pause between two tokens")):
         group.add_argument(
             f"--{name}-limit-ms",
@@ -241,6 +242,8 @@ def _run(options: argparse.Namespace) -> None:
         limits=Limits(options.ttft_limit_ms / 1e3, options.itl_limit_ms / 1e3),
         sources=sources,
         admin_keys=admin.access.keys if admin else None,
+        # Without a key no request is answered, if there are keys.
+        receipts="asked" if options.receipts == "keyed" and access.keys else options.receipts,
     )
     link = open_link()
     try:
@@ -358,7 +361,7 @@ def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list
     sources: list[NodeSource] = []
     urls: dict[str, list[str]] = {}
     try:
-        ejection = EjectionRule(options.eject_after, options.eject_s)
+        ejection = EjectionRule(options.eject_after)
         for role in ROLES:
             targets = [parse_target(text) for text in (*getattr(options, role), *options.node)]
             urls[role] = [target for target in targets if isinstance(target, str)]

@@ -268,11 +268,13 @@ class Route:
         reason: Why this one, for people; empty if there was no choice.
         mechanism: What moves the bytes below the transport, e.g. `"ucx:rc_mlx5"`; empty if there is no choice
             before a read.
+        sums: What verifies the bytes in transit, `"xxh3"` or `"tls"`; empty if nothing does.
     """
 
     scheme: str
     reason: str
     mechanism: str = ""
+    sums: str = ""
 
     def is_one_of(self, required: Sequence[str]) -> bool:
         """Whether this is a way that an operator allows, such as `["shm", "ucx:rc_mlx5+ud*"]`.

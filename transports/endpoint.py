@@ -260,6 +260,10 @@ class Backend(ABC, Generic[C]):
         """Return what moves the bytes of a connected peer; empty if that is chosen for each read."""
         return ""
 
+    def sums_of(self, peer: Peer[C]) -> str:
+        """Return what verifies the bytes of a connected peer; see `Route`."""
+        return ""
+
     def handshake_error(self, peer: Peer[C]) -> KVTransferError:
         """Make the error of a handshake that took too long."""
         return PeerLostError(
@@ -674,7 +678,7 @@ class PeerEndpoint(Endpoint, Generic[C]):
         peer = self._table.peer(peer_id)
         if peer is None or peer.state is not PeerState.CONNECTED:
             return super().route_of(peer_id)
-        return Route(self.scheme, "", self._backend.mechanism_of(peer))
+        return Route(self.scheme, "", self._backend.mechanism_of(peer), self._backend.sums_of(peer))
 
     # -- the owner's loop ------------------------------------------------------------------------------
 

@@ -259,6 +259,7 @@ class Outcomes:
             error="" if ended.error is None else str(ended.error),
             reason=_joined(read.route.reason for read in reads),
             exposed_seconds=0.0 if load is None else now - load.exposed_since,
+            sums=_joined(read.route.sums for read in reads),
         )
 
 

@@ -47,6 +47,9 @@ The key `traceparent` is the context of the request's trace (W3C Trace Context),
 reaches without HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not
 fail a request.
 
+The key `client_request_id` is the request's `X-Request-Id`, by which its spans are found, for endpoints
+whose requests have ids of vLLM's own, such as `/v1/responses`. What is no short text is ignored likewise.
+
 Numbers of 64 bits travel as hexadecimal strings: proxies that keep JSON's numbers as floating point would
 round them.
 """
@@ -77,6 +80,8 @@ T = TypeVar("T")
 #: Key of the trace context, also the name of the HTTP header.
 TRACEPARENT = "traceparent"
 
+#: Key of the `X-Request-Id`.
+CLIENT_REQUEST_ID = "client_request_id"
 #: Key of the name of a rendezvous, and of a node's answer that it can do this.
 RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
 #: Key of the name by which a router releases an offer of which it has not heard.

@@ -15,10 +15,13 @@ after that if vLLM schedules ahead.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..spans import RecentSpans, Span, SpanRecord
+from ..stats import TransferRecord
 
 
 @dataclass
@@ -92,6 +95,24 @@ class RequestSpans:
             followed.go_on("load_wait")
         elif followed.phase.name == "queue":
             followed.go_on("prefill")
+
+    def loaded(self, records: Iterable[TransferRecord]) -> None:
+        """Note what loads have cost, one record per rank. They come no later than the end of the load."""
+        of_requests: defaultdict[str, list[TransferRecord]] = defaultdict(list)
+        for record in records:
+            of_requests[record.request_id].append(record)
+        for request_id, ranks in of_requests.items():
+            followed, figures = self._without_token.get(request_id), TransferRecord.joined(ranks)
+            if followed is not None and followed.phase.name == "load_wait":
+                followed.phase.set(
+                    transport=figures.transport,
+                    mechanism=figures.mechanism,
+                    reason=figures.reason,
+                    bytes=figures.num_bytes,
+                    seconds=figures.seconds,
+                    exposed_seconds=figures.exposed_seconds,
+                    sums=figures.sums,
+                )
 
     def load_ended(self, request_id: str, error: str) -> None:
         """Note the end of a load. A text says why it failed."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from ...transports.errors import ConfigurationError, KVTransferError
 from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
+from ..handoff.messages import MAX_TEXT_CHARS
 from ..output import KVConnectorOutput
 from ..p2p.params import (
+    CLIENT_REQUEST_ID,
     IDENTITY,
     IDENTITY_FIELDS,
     KV_EVENTS,
@@ -94,6 +96,13 @@ class VllmRequest:
             ],
             request.prompt_embeds,
         )
+
+
+def _named_by_client(request: Any) -> str:
+    """Return the `X-Request-Id` in a request's params; empty if there is none."""
+    params = request.kv_transfer_params
+    name = params.get(CLIENT_REQUEST_ID) if isinstance(params, dict) else None
+    return name if isinstance(name, str) and len(name) <= MAX_TEXT_CHARS else ""
 
 
 def client_request_id(request_id: str) -> str:
@@ -353,7 +362,7 @@ class SchedulerSide:
         # of its params here.
         headers = getattr(request, "trace_headers", None) or {}
         traceparent = traceparent_of(headers) or traceparent_of(request.kv_transfer_params)
-        self._spans.arrived(request, client_request_id(request_id), traceparent)
+        self._spans.arrived(request, _named_by_client(request) or client_request_id(request_id), traceparent)
         try:
             wish = parse_transfer_params(request.kv_transfer_params)
             if wish.explain:
@@ -496,6 +505,7 @@ class SchedulerSide:
         if isinstance(stats := getattr(output, "kv_connector_stats", None), KvferryStats):
             for span in stats.figures.spans:
                 self._spans.keep(span, client_request_id(span.request_id))
+            self._spans.loaded(stats.figures.transfers)
         for request_id in output.finished_recving or ():
             # Before the reason may be dropped below.
             self._spans.load_ended(request_id, self._load_errors.get(request_id, ""))

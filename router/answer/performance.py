@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import aiohttp
 from aiohttp import web
 
-from ...connector.p2p.params import REFUSED_TO_CONTINUE, RELEASE_AS, draw_offer_name
+from ...connector.p2p.params import CLIENT_REQUEST_ID, REFUSED_TO_CONTINUE, RELEASE_AS, draw_offer_name
 from ..choice.fleet import Fleet, Progress
 from ..choice.ways import Facts, Offer, Options, named_offer
 from ..http.errors import ApiError, note_answered
@@ -31,7 +32,7 @@ from ..nodes.pool import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNo
 from ..nodes.reading import NodeAnswer
 from ..nodes.states import Abilities, NodeState
 from . import exchange as does
-from .beginnings import beginning_of, followed_body, is_followed
+from .beginnings import FOLLOWED_PATHS, beginning_of, followed_body, is_followed
 from .bodies import decode_body, must_compute_alone, prefill_body
 from .dialects import error_events
 from .endings import choices_of, objection_to, says_engine_ended
@@ -47,6 +48,10 @@ logger = logging.getLogger(__name__)
 
 #: Where the prompt was computed, and the estimates behind that.
 PLACEMENT_HEADER = "X-KV-Placement"
+#: The field of an answer, or of an event before its end, with a receipt for each prompt.
+RECEIPTS = "kv_receipts"
+#: Tells how the cache of an answer came, as `seen/receipts.py` writes it.
+Receipt = Callable[[], Awaitable[Mapping[str, Any]]]
 DecodeAlone = Literal["auto", "always", "never"]
 #: How long to try to send the error that ends a stream to a client that does not read.
 ERROR_SEND_S = 1.0
@@ -127,6 +132,7 @@ class Performance:
     Args:
         observer: Is told what happens.
         turn: Of the conversation that the request continues.
+        receipt: Tells how the cache of the answer came. None: the client gets no receipt.
     """
 
     def __init__(
@@ -136,11 +142,13 @@ class Performance:
         request: web.Request,
         observer: Observer,
         turn: Turn = NO_TURN,
+        receipt: Receipt | None = None,
     ) -> None:
         self._services = services
         self._exchange = exchange
         self._request = request
         self._observer = observer
+        self._receipt = receipt  # None after it was written
         self._turn, self._prefill_url = turn, turn.prefill_url  # of the node that has most of the prompt
         self._progress = Progress(services.fleet, exchange.body)
         self._chosen: UpstreamNode | None = None  # to compute the prompt
@@ -292,7 +300,7 @@ class Performance:
                 if status == 200:
                     bill = self._exchange.bill
                     await self._await_counts(is_needed=bill.is_waiting and b'"usage"' in payload)
-                    payload = bill.whole(payload, content)
+                    payload = await self._with_receipt(bill.whole(payload, content))
                 self._whole = web.Response(
                     body=payload, status=status, headers={**headers, **self._placement()}
                 )
@@ -615,6 +623,8 @@ class Performance:
         span = stack.enter_context(self._observer.asks(role, node.url))
         if isinstance(params := body.get("kv_transfer_params"), Mapping):
             # A node inside vLLM reads the headers only if vLLM traces, so the context is here as well.
+            if self._exchange.path not in FOLLOWED_PATHS:  # there vLLM's ids have the header in them
+                params = {**params, CLIENT_REQUEST_ID: self._exchange.request_id}
             body = {**body, "kv_transfer_params": traced_params(params, span)}
         headers = {**self._exchange.headers, **span.headers}
         async with node.exchange():
@@ -641,7 +651,30 @@ class Performance:
         self._observer.sends(len(events))
         bill = self._exchange.bill
         await self._await_counts(is_needed=any(map(bill.awaits_prefill, events)))
-        await self._write([bill.event(event) for event in events])
+        events = [bill.event(event) for event in events]
+        if self._exchange.is_complete:
+            events[-1:-1] = await self._receipt_event()  # clients read no further than the last event
+        await self._write(events)
+
+    async def _receipts(self) -> dict[str, Any]:
+        """Return the field of the answer with its receipt, once; empty if the client gets none."""
+        if (receipt := self._receipt) is None:
+            return {}
+        self._receipt = None
+        self._observer.decode_reported(self._exchange.tail)
+        return {RECEIPTS: [await receipt()]}
+
+    async def _with_receipt(self, payload: bytes) -> bytes:
+        receipts = await self._receipts()
+        return json.dumps({**object_of(payload), **receipts}).encode() if receipts else payload
+
+    async def _receipt_event(self) -> list[Event]:
+        receipts = await self._receipts()
+        if not receipts:
+            return []
+        event = Event.of(receipts_event(receipts[RECEIPTS]))
+        named = self._exchange.dialect.last_events
+        return [Event(b"event: " + RECEIPTS.encode() + b"\n" + event.raw) if named else event]
 
     async def _await_counts(self, *, is_needed: bool) -> None:
         """Wait a moment for the prefill node's count of tokens, which is a part of the decode node's."""
@@ -665,6 +698,14 @@ class Performance:
             self._refusal = error
         else:
             await send_error(self._request, self._stream, error, self._last_sent)
+
+
+def receipts_event(receipts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the event of a stream with its receipts.
+
+    It has no choices, as the event with the usage, which every client of streams knows.
+    """
+    return {"object": RECEIPTS, "type": RECEIPTS, "choices": [], RECEIPTS: receipts}
 
 
 def too_late(limit_s: float) -> ApiError:

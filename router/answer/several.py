@@ -14,7 +14,7 @@ from ..http.json_body import Fields, object_of
 from ..http.sse import DONE, Event
 from ..nodes.reading import MAX_ANSWER_BYTES
 from .bill import summed
-from .performance import Performance, send_error, too_late
+from .performance import RECEIPTS, Performance, receipts_event, send_error, too_late
 
 #: Most prompts of one request that are in flight at a time.
 MAX_AT_ONCE = 16
@@ -38,6 +38,7 @@ class MergedAnswer:
         self._num_answers = Fields(body).integer("n", 1)
         self._num_bytes = 0
         self._ends: list[Mapping[str, Any]] = []  # of the parts' streams: the events with their usage
+        self._receipts: dict[int, Any] = {}  # by the prompt's number
         self._stream: web.StreamResponse | None = None
         self._beginning = asyncio.Lock()
 
@@ -82,6 +83,8 @@ class MergedAnswer:
                 missing: list[Mapping[str, Any]] = [{}] * (num_prompts - len(self._ends))
                 usage = summed([*self._ends, *missing]) or None
                 await self._send({**_common(self._ends), "id": self._id, "usage": usage})
+            if self._receipts:
+                await self._send(receipts_event(self._in_order()))
             await self._stream.write(DONE.raw)
             note_answered(self._request, self._stream.status)
             await self._stream.write_eof()
@@ -110,8 +113,21 @@ class MergedAnswer:
             for number, answer in enumerate(answers)
             for choice in _choices(answer)
         ]
-        body = {**_common(answers), "id": self._id, "choices": choices, "usage": summed(answers) or None}
+        for number, answer in enumerate(answers):
+            for one in answer.get(RECEIPTS, ()):
+                self._receipts[number] = one
+        body = {
+            **_common(answers),
+            **({RECEIPTS: self._in_order()} if self._receipts else {}),
+            "id": self._id,
+            "choices": choices,
+            "usage": summed(answers) or None,
+        }
         return web.json_response(body, headers=self._headers)
+
+    def _in_order(self) -> list[Any]:
+        """Return the receipts in the order of the prompts."""
+        return [self._receipts[number] for number in sorted(self._receipts)]
 
     def _renumbered(self, choice: Mapping[str, Any], number: int) -> dict[str, Any]:
         index = choice.get("index", 0)
@@ -129,6 +145,9 @@ class MergedAnswer:
             raise ApiError(
                 500, str(error.get("message")), kind=str(error.get("type")), code=error.get("code")
             )
+        if RECEIPTS in content:
+            (self._receipts[number],) = content[RECEIPTS]
+            return
         if content.get("choices") == []:
             # The end of one answer. The usage of all of them follows after the last one.
             self._ends.append(content)

@@ -124,10 +124,6 @@ class EjectionRule:
     def __post_init__(self) -> None:
         if self.num_failures < 0:
             raise ValueError(f"--eject-after {self.num_failures}: it must be 0 or more failed requests")
-        if not 0 < self.first_s <= LONGEST_EJECTION_S:
-            raise ValueError(
-                f"--eject-s {self.first_s:g}: it must be more than 0 and at most {LONGEST_EJECTION_S:g} seconds"
-            )
 
     def lasts_s(self, num_in_a_row: int) -> float:
         """Return for how long a node is avoided the time number `num_in_a_row`, counted from 1."""

@@ -13,7 +13,7 @@ import aiohttp
 from ...connector.spans import MAX_REQUESTS, RecentSpans
 from ...transports.checked import printable
 from ..nodes.reading import read_whole, refuse_no_answers
-from .explain import Asking, NotToldError, Question, Told, ask, tell
+from .explain import Asking, NotToldError, Question, Told, ask, ask_vllm, tell
 
 #: More than the spans of one request have.
 _MAX_BYTES: Final = 16 << 20
@@ -53,6 +53,10 @@ class Accounts:
         )
         lines = tell(request_id, [Told(own_url, "router", spans=spans, error=error), *told])
         return [printable(line) for line in lines]
+
+    async def of_vllm(self, request_id: str, url: str, session: aiohttp.ClientSession) -> Told:
+        """Return what a node that is a server of vLLM knows of a request."""
+        return await _answered(ask_vllm(request_id, url), session, self._nodes().get(url, ""))
 
 
 async def _answered(asking: Asking[Told], session: aiohttp.ClientSession, server_name: str) -> Told:

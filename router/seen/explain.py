@@ -81,14 +81,21 @@ class Told:
 
 def ask(request: str, url: str) -> Asking[Told]:
     """Return what a server knows of a request."""
-    hint = ""
+    if (yield from _is_vllm(url)):
+        return (yield from ask_vllm(request, url))
+    admin_url, hint = yield from _admin_url(url)
+    page = f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}"
+    return (yield from _told(url, _json(Question(page, is_admin=True)), hint))
+
+
+def ask_vllm(request: str, url: str) -> Asking[Told]:
+    """Return what a server of vLLM knows of a request."""
+    return (yield from _told(url, _ask_vllm(request, url)))
+
+
+def _told(url: str, asking: Asking[Any], hint: str = "") -> Asking[Told]:
     try:
-        if (yield from _is_vllm(url)):
-            answer = yield from _ask_vllm(request, url)
-        else:
-            admin_url, hint = yield from _admin_url(url)
-            page = f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}"
-            answer = yield from _json(Question(page, is_admin=True))
+        answer = yield from asking
         try:
             return Told(url, **vars(record(ServerSpans).read_known(answer)))
         except Refused as error:

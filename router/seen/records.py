@@ -108,7 +108,7 @@ class CallMarks:
         has_sent: The client was sent a part of its stream.
         is_split: The node reports how long the request waited, and its transfer, as nodes of `serve.py` do.
         ttft_s: 0 if it does not say.
-        num_found_tokens: Prompt tokens whose cache was loaded or was there already.
+        num_loaded_tokens, num_cached_tokens: Prompt tokens whose cache was loaded, or was there already.
         transfer_s: From the start of the first read to the end of the last one.
         exposed_s: The part of the transfer that computing the prompt did not hide.
     """
@@ -121,12 +121,14 @@ class CallMarks:
     ttft_s: float = 0.0
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
-    num_found_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_cached_tokens: int = 0
     transport: str = ""
     mechanism: str = ""
     num_bytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
+    sums: str = ""
     transfer_error: str = ""
 
 
@@ -156,12 +158,14 @@ def mark_answer(call: Span, answer: Mapping[str, Any]) -> None:
         ttft_s=_number(metrics, "ttft_s"),
         num_prompt_tokens=_count(metrics, "num_prompt_tokens", usage, "prompt_tokens"),
         num_output_tokens=_count(metrics, "num_output_tokens", usage, "completion_tokens"),
-        num_found_tokens=sum(count_of(metrics.get(f"num_{how}_tokens")) or 0 for how in ("loaded", "cached")),
+        num_loaded_tokens=count_of(metrics.get("num_loaded_tokens")) or 0,
+        num_cached_tokens=count_of(metrics.get("num_cached_tokens")) or 0,
         transport=text_in(transfer, "transport", MAX_ID_CHARS),
         mechanism=text_in(transfer, "mechanism", MAX_ID_CHARS),
         num_bytes=int(_number(transfer, "num_bytes")),
         transfer_s=_number(transfer, "seconds"),
         exposed_s=_number(transfer, "exposed_seconds"),
+        sums=text_in(transfer, "sums", MAX_ID_CHARS),
         transfer_error=text_in(transfer, "error", MAX_ERROR_CHARS),
     )
 
@@ -278,6 +282,16 @@ class View:
         )
 
     @property
+    def prefill_node(self) -> str:
+        """The URL of the node that computed the prompt; empty if none was asked to."""
+        return self._prefill.node if self._prefill else ""
+
+    @property
+    def decode_node(self) -> str:
+        """The URL of the node that answers."""
+        return self._decode.node if self._decode else ""
+
+    @property
     def has_failed(self) -> bool:
         """Whether the client has no whole answer."""
         return bool(self._marks.failure) or (self._marks.status or 0) >= 400
@@ -327,7 +341,8 @@ class View:
             if marks.is_split:
                 add("exposed", cursor_s + marks.exposed_s, node)
                 # It found nothing of the prompt. The last token it computes in any case.
-                if not marks.num_found_tokens and (marks.num_prompt_tokens or 0) > 1 and first_s is not None:
+                has_found = marks.num_loaded_tokens or marks.num_cached_tokens
+                if not has_found and (marks.num_prompt_tokens or 0) > 1 and first_s is not None:
                     add("prefill", first_s, node)
             add("decode", self._last_s, node, () if marks.is_split else ("queue", "exposed"))
         add("routing", self._last_s)
@@ -377,8 +392,8 @@ class View:
             "error": marks.failure or figures.transfer_error,
             "attempts": marks.attempts,
             "placement": record.span.attributes.get("placement", ""),
-            "prefill": prefill.node if prefill else "",
-            "decode": decode.node if decode else "",
+            "prefill": self.prefill_node,
+            "decode": self.decode_node,
             "prompt_tokens": next((count for count in prompt_tokens if count is not None), None),
             "output_tokens": figures.num_output_tokens,
             "pieces": record.num_pieces,

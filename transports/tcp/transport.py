@@ -246,6 +246,11 @@ class TcpBackend(HostStreamBackend[Link]):
 
     # -- reads -----------------------------------------------------------------------------------------
 
+    def sums_of(self, peer: Peer[Link]) -> str:
+        if peer.connection.stream is not None and peer.connection.stream.is_encrypted:
+            return "tls"
+        return "xxh3" if self._options.checksums else ""
+
     def start_read(self, read: Read[Link]) -> None:
         link = read.peer.connection
         assert link.pool is not None

@@ -202,6 +202,9 @@ class ZeroMQBackend(Backend[Connection]):
 
     # -- reads -----------------------------------------------------------------------------------------
 
+    def sums_of(self, peer: Peer[Connection]) -> str:
+        return "xxh3" if self._options.checksums else ""
+
     def start_read(self, read: Read[Connection]) -> None:
         link = _link(read.peer)
         targets = self._served.require_read(link.remote, read)
