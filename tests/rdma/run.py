@@ -60,6 +60,7 @@ CHECKOUT = {
     "tests/__init__.py": "tests/__init__.py",
     "tests/conftest.py": "tests/conftest.py",
     "tests/rdma": "tests/rdma",
+    "tests/support": "tests/support",
     "tests/transports": "tests/transports",
     "transports": "src/kvferry/transports",
 }
