@@ -189,9 +189,13 @@ class Bill:
 
     def _mended(self, content: Mapping[str, Any], *, is_last: bool) -> dict[str, Any] | None:
         """Return a part of an answer with a true usage. None: it is true already."""
-        if isinstance(inner := content.get(self._names.inside), dict):
-            mended = self._mended(inner, is_last=is_last)
-            return None if mended is None else {**content, self._names.inside: mended}
+        mended = self._mended_object(content, is_last=is_last)
+        inner = content.get(self._names.inside)
+        if isinstance(inner, dict) and (changed := self._mended_object(inner, is_last=is_last)) is not None:
+            mended = {**(content if mended is None else mended), self._names.inside: changed}
+        return mended
+
+    def _mended_object(self, content: Mapping[str, Any], *, is_last: bool) -> dict[str, Any] | None:
         if (said := content.get("usage")) is None:
             return None
         rest = {key: value for key, value in content.items() if key != "usage"}

@@ -392,6 +392,9 @@ def test_nonsense_of_other_endpoints_is_left_out_and_counted() -> None:
         assert bill.num_left_out == num
         if path == RESPONSES:
             assert got["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+    bill = Bill(dialect_of(RESPONSES))
+    both = {"usage": {}, "response": {"usage": [1]}}
+    assert bill.event(Event.of(both, "response.completed")).content["response"] == {}
 
 
 # -- through a router --------------------------------------------------------------------------------
