@@ -5,8 +5,10 @@ longer of two prefixes: the one that the prefill node found in its cache, and th
 itself. The nodes report them in different ways. A reference node counts what it had itself, without what it
 loaded, and says in a header how the load ended. A server of vLLM adds what it loaded.
 
-What must never break: a count that is not known is left out, and no later attempt raises it, because what one
-node has computed for a request, another node finds in a cache.
+Each endpoint has names of its own for the counts: see `UsageNames`.
+
+What must never break: a count that is not known is left out, or is 0 where it may not be absent. No later
+attempt raises it, because what one node has computed for a request, another node finds in a cache.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..http.sse import Event
+from .dialects import Dialect, UsageNames
 
 #: A node that counts more tokens than this in one answer does not tell the truth.
 MAX_TOKENS = 10**9
-_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
-_DETAILS = ("prompt_tokens_details", "completion_tokens_details")
+_TOTAL = "total_tokens"
+_PLAIN = Dialect()
 
 #: How the load of a cache ended, as reference nodes say it; `unsaid` by all others.
 Loaded = Literal["loaded", "failed", "none", "unsaid"]
@@ -87,12 +90,16 @@ class _Attempt:
 class Bill:
     """The token counts of one request, over all attempts to answer it.
 
+    Args:
+        dialect: Of the client and of all nodes.
+
     Attributes:
         num_left_out: Counts of nodes that cannot be true.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dialect: Dialect = _PLAIN) -> None:
         self.num_left_out = 0
+        self._names, self._first_events = dialect.usage, dialect.first_events
         self._attempt = _Attempt()
         self._before: list[Count] = []  # the least of all earlier attempts
         self._is_continued = False
@@ -120,7 +127,7 @@ class Bill:
 
     def prefilled(self, answer: Mapping[str, Any]) -> None:
         """Take in the answer of a prefill node."""
-        self._attempt.found = _cached(self._checked(answer.get("usage")))
+        self._attempt.found = _cached(self._checked(answer.get("usage")), self._names)
         self._attempt.is_waiting = False
 
     def answered(self, loaded: Loaded, *, adds_loads: bool, computes_again: bool, is_continued: bool) -> None:
@@ -150,7 +157,7 @@ class Bill:
 
     def awaits_prefill(self, event: Event) -> bool:
         """Whether the counts at the end of a stream need what the prefill node has yet to say."""
-        return self.is_waiting and b'"usage"' in event.raw and not event.content.get("choices")
+        return self.is_waiting and b'"usage"' in event.raw and self._is_last(event)
 
     @property
     def is_waiting(self) -> bool:
@@ -163,9 +170,13 @@ class Bill:
         """Return an event for the client: the same if nothing in it changes."""
         if b'"usage"' not in event.raw:
             return event
-        # Servers of vLLM give details in the last event only, which has no choices.
-        mended = self._mended(event.content, is_last=not event.content.get("choices"))
-        return event if mended is None else Event.of(mended)
+        # Servers of vLLM give details in the last event only.
+        mended = self._mended(event.content, is_last=self._is_last(event))
+        return event if mended is None else Event.of(mended, event.name)
+
+    def _is_last(self, event: Event) -> bool:
+        """Whether an event with a usage has the final counts."""
+        return event.name not in self._first_events and not event.content.get("choices")
 
     def whole(self, payload: bytes, content: Mapping[str, Any]) -> bytes:
         """Return a whole answer for the client: the same bytes if nothing in it changes.
@@ -178,19 +189,27 @@ class Bill:
 
     def _mended(self, content: Mapping[str, Any], *, is_last: bool) -> dict[str, Any] | None:
         """Return a part of an answer with a true usage. None: it is true already."""
+        mended = self._mended_object(content, is_last=is_last)
+        inner = content.get(self._names.inside)
+        if isinstance(inner, dict) and (changed := self._mended_object(inner, is_last=is_last)) is not None:
+            mended = {**(content if mended is None else mended), self._names.inside: changed}
+        return mended
+
+    def _mended_object(self, content: Mapping[str, Any], *, is_last: bool) -> dict[str, Any] | None:
         if (said := content.get("usage")) is None:
             return None
         rest = {key: value for key, value in content.items() if key != "usage"}
         if (usage := self._checked(said)) is None:
             return rest
-        if (own := _cached(usage)) is not None:
+        if (own := _cached(usage, self._names)) is not None:
             self._attempt.own = own
-        if is_last or usage.get("prompt_tokens_details"):
+        if is_last or own is not None:
             usage = self._with_cached(usage)
         return None if usage == said else {**rest, "usage": usage}
 
     def _with_cached(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        cached, num_prompt = self.cached_tokens, usage.get("prompt_tokens")
+        names = self._names
+        cached, num_prompt = self.cached_tokens, num_prompt_of(usage, names)
         if num_prompt is None:
             cached = None
         elif cached is not None and self._is_continued:
@@ -199,22 +218,29 @@ class Bill:
         elif cached is not None and cached > num_prompt:
             cached = None
             self.num_left_out += 1
-        details = usage.get("prompt_tokens_details") or {}
-        if cached == details.get("cached_tokens"):
+        unknown = 0 if names.needs_details else None
+        told = unknown if cached is None else cached
+        if told == _cached(usage, names):
             return dict(usage)
         # How much of the prompt the decode node wrote into its own cache says nothing of the pair.
-        changed = {"cached_tokens": cached, "created_cache_tokens": None}
+        changed = {names.cached: told, names.written: unknown, f"{names.cached}_per_turn": None}
+        details = _details(usage, names)
         kept = {key: value for key, value in {**details, **changed}.items() if value is not None}
-        rest = {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
-        return {**rest, "prompt_tokens_details": kept} if kept else rest
+        if names.is_prompt_the_rest and num_prompt is not None:
+            kept[names.prompt] = num_prompt - (told or 0)
+        if not names.details:
+            return kept
+        rest = {key: value for key, value in usage.items() if key != names.details}
+        return {**rest, names.details: kept} if kept else rest
 
     def _checked(self, said: object) -> dict[str, Any] | None:
         """Return a usage without what cannot be true, which is counted. None: it is no usage."""
         if not isinstance(said, dict):
             self.num_left_out += said is not None
             return None
-        usage = self._without_nonsense(said, _COUNTS)
-        for name in _DETAILS:
+        names = self._names
+        usage = self._without_nonsense(said, (names.prompt, names.answer, _TOTAL))
+        for name in filter(None, (names.details, names.answer_details)):
             if (details := usage.get(name)) is None:
                 continue
             if not isinstance(details, dict):
@@ -224,9 +250,14 @@ class Bill:
             usage[name] = self._without_nonsense(
                 details, [key for key in details if key.endswith("_tokens") and key != "multimodal_tokens"]
             )
-        own, num_prompt = _cached(usage), usage.get("prompt_tokens")
+        if not names.details:
+            checked = self._without_nonsense(usage, (names.cached, names.written))
+            if names.is_prompt_the_rest and checked != usage:
+                checked.pop(names.prompt, None)  # it is the rest of what is not known
+            usage = checked
+        own, num_prompt = _cached(usage, names), num_prompt_of(usage, names)
         if own is not None and num_prompt is not None and own > num_prompt and not self._is_continued:
-            del usage["prompt_tokens_details"]["cached_tokens"]
+            del usage[names.details][names.cached]
             self.num_left_out += 1
         return usage
 
@@ -236,9 +267,28 @@ class Bill:
         return {key: value for key, value in said.items() if key not in wrong}
 
 
-def _cached(usage: Mapping[str, Any] | None) -> Count:
-    details = (usage or {}).get("prompt_tokens_details") or {}
-    cached: Count = details.get("cached_tokens")
+def usage_in(content: Mapping[str, Any], names: UsageNames) -> Mapping[str, Any]:
+    """Return the usage of an answer or of one event of it, unchecked; empty if it has none."""
+    inner = content.get(names.inside)
+    usage = (inner if isinstance(inner, dict) else content).get("usage")
+    return usage if isinstance(usage, dict) else {}
+
+
+def num_prompt_of(usage: Mapping[str, Any], names: UsageNames) -> Count:
+    """Return how many tokens a prompt has, those in a cache included."""
+    counts = [usage.get(names.prompt)]
+    if names.is_prompt_the_rest:
+        counts += [usage[name] for name in (names.cached, names.written) if usage.get(name) is not None]
+    return _sum(map(count_of, counts))
+
+
+def _details(usage: Mapping[str, Any], names: UsageNames) -> Mapping[str, Any]:
+    details: Mapping[str, Any] = (usage.get(names.details) or {}) if names.details else usage
+    return details
+
+
+def _cached(usage: Mapping[str, Any] | None, names: UsageNames = _PLAIN.usage) -> Count:
+    cached: Count = _details(usage or {}, names).get(names.cached)
     return cached
 
 
@@ -247,11 +297,12 @@ def summed(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     A count that one of them lacks is left out, and so are details other than the cached tokens.
     """
-    usages = [usage if isinstance(usage := answer.get("usage"), dict) else {} for answer in answers]
-    total = {name: _sum(usage.get(name) for usage in usages) for name in _COUNTS}
+    names = _PLAIN.usage  # only completions have several prompts
+    usages = [usage_in(answer, names) for answer in answers]
+    total = {name: _sum(usage.get(name) for usage in usages) for name in (names.prompt, names.answer, _TOTAL)}
     total = {name: count for name, count in total.items() if count is not None}
     cached = _sum(map(_cached, usages))
-    return total if cached is None else {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+    return total if cached is None else {**total, names.details: {names.cached: cached}}
 
 
 def _sum(counts: Iterable[Count]) -> Count:

@@ -1,5 +1,5 @@
-"""How the endpoints that are handed over differ: what limits an answer, what only concerns it, and how its
-stream ends. One row each. Pure.
+"""How the endpoints that are handed over differ: what limits an answer, what only concerns it, how its stream
+ends, and how it names the counts of tokens. One row each. Pure.
 """
 
 from __future__ import annotations
@@ -41,6 +41,33 @@ SERVER_TOOLS = ("web_search", "code_interpreter", "container", "mcp", "file_sear
 
 
 @dataclass(frozen=True, slots=True)
+class UsageNames:
+    """How the `usage` of an endpoint's answers names the counts of tokens.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        answer: Tokens of the answer.
+        details: More counts of the prompt; empty: they are in the usage itself.
+        answer_details: More counts of the answer; empty: there are none.
+        cached: Tokens of the prompt that were in a cache, among its details.
+        written: Those that were written into one.
+        is_prompt_the_rest: `prompt` counts only what the other two do not.
+        needs_details: They may not be absent, so a count that is not known is 0.
+        inside: The field in which some events of a stream have their usage.
+    """
+
+    prompt: str = "prompt_tokens"
+    answer: str = "completion_tokens"
+    details: str = "prompt_tokens_details"
+    answer_details: str = "completion_tokens_details"
+    cached: str = "cached_tokens"
+    written: str = "created_cache_tokens"
+    is_prompt_the_rest: bool = False
+    needs_details: bool = False
+    inside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """What is peculiar to an endpoint.
 
@@ -54,6 +81,7 @@ class Dialect:
         refused: Fields that the router cannot serve, and why.
         first_events: Events of a stream by name that are only its frame.
         last_events: One of these ends a stream. If empty, `[DONE]` does.
+        usage: How an answer names the counts of tokens.
     """
 
     limit: str = "max_tokens"
@@ -64,6 +92,7 @@ class Dialect:
     refused: Mapping[str, str] = field(default_factory=dict)
     first_events: frozenset[str] = frozenset()
     last_events: frozenset[str] = frozenset()
+    usage: UsageNames = UsageNames()
 
 
 _KEPT = "the router keeps no responses: send all earlier items in 'input'"
@@ -85,12 +114,31 @@ _DIALECTS: Mapping[str, Dialect] = {
         },
         first_events=frozenset({"response.created", "response.in_progress", "response.queued"}),
         last_events=frozenset({"response.completed", "response.incomplete", "response.failed", "error"}),
+        usage=UsageNames(
+            "input_tokens",
+            "output_tokens",
+            details="input_tokens_details",
+            answer_details="output_tokens_details",
+            written="cache_write_tokens",
+            needs_details=True,
+            inside="response",
+        ),
     ),
     MESSAGES: Dialect(
         left_out=_LEFT_OUT | {"stop_sequences"},
         any_tool={"type": "any"},
         first_events=frozenset({"message_start", "ping"}),
         last_events=frozenset({"message_stop", "error"}),
+        usage=UsageNames(
+            "input_tokens",
+            "output_tokens",
+            details="",
+            answer_details="",
+            cached="cache_read_input_tokens",
+            written="cache_creation_input_tokens",
+            is_prompt_the_rest=True,
+            inside="message",
+        ),
     ),
     GENERATE: Dialect(
         left_out=_LEFT_OUT | {"flat_logprobs", "thinking_token_budget"},

@@ -53,7 +53,8 @@ Fact = Literal[
 MAX_LOST = 3
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
-#: Of the events that report on an answer, the last ones are kept; a longer one is not a report.
+#: Of the events that report on an answer, the last ones are kept; a longer one is not a report. Only the one
+#: that ends a stream may be longer: it may repeat the answer.
 MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
 #: The fields that all events of a stream share.
 _HEAD = ("id", "object", "created", "model")
@@ -324,9 +325,9 @@ class Exchange:
         self.lost: list[Exception] = []
         self.is_complete = False
         self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
-        self.bill = Bill()
-        self._explain = explain
         self.dialect = dialect_of(path)
+        self.bill = Bill(self.dialect)
+        self._explain = explain
         self._heard = self._new_heard()  # from the present decode node
         self._last: Event | None = None  # that the client has with a part of the answer
         self._load = _Load()  # of the present offer
@@ -556,7 +557,8 @@ class Exchange:
 
     def _sent(self, events: Sequence[Event]) -> Actions:
         for event in events:
-            if len(event.raw) <= MAX_TAIL_EVENT_BYTES and any(word in event.raw for word in _REPORTS):
+            is_short = len(event.raw) <= MAX_TAIL_EVENT_BYTES or event.name in self.dialect.last_events
+            if is_short and any(word in event.raw for word in _REPORTS):
                 self.tail.append(event)
             if b'"finish_reason"' in event.raw:
                 self._last = event

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeVar
 
 from ...connector.spans import PART, PREFIX, Span
-from ..answer.bill import count_of
+from ..answer.bill import Count, count_of, num_prompt_of, usage_in
+from ..answer.dialects import UsageNames
 from ..answer.exchange import Exchange, Fact
 from ..answer.handoffs import NO_REASON, REMEDY
 from ..choice.placement import Choice
@@ -147,17 +148,17 @@ def marks_of(kind: type[T], span: Span) -> T:
     return kind(**{name: found[key] for name, key in names.items() if key in found})
 
 
-def mark_answer(call: Span, answer: Mapping[str, Any]) -> None:
+def mark_answer(call: Span, answer: Mapping[str, Any], names: UsageNames) -> None:
     """Set the figures of a whole answer, or of the last event of a stream."""
-    usage, metrics = mapping_in(answer, "usage"), mapping_in(answer, "metrics")
+    usage, metrics = usage_in(answer, names), mapping_in(answer, "metrics")
     transfer = mapping_in(metrics, "transfer")
     mark(
         call,
         is_split="queue_s" in metrics,
         queue_s=_number(metrics, "queue_s"),
         ttft_s=_number(metrics, "ttft_s"),
-        num_prompt_tokens=_count(metrics, "num_prompt_tokens", usage, "prompt_tokens"),
-        num_output_tokens=_count(metrics, "num_output_tokens", usage, "completion_tokens"),
+        num_prompt_tokens=_count(metrics, "num_prompt_tokens", num_prompt_of(usage, names)),
+        num_output_tokens=_count(metrics, "num_output_tokens", count_of(usage.get(names.answer))),
         num_loaded_tokens=count_of(metrics.get("num_loaded_tokens")) or 0,
         num_cached_tokens=count_of(metrics.get("num_cached_tokens")) or 0,
         transport=text_in(transfer, "transport", MAX_ID_CHARS),
@@ -505,10 +506,10 @@ def _number(source: Mapping[str, Any], name: str) -> float:
     return float(value) if 0 <= value <= MAX_FIGURE else 0.0
 
 
-def _count(metrics: Mapping[str, Any], name: str, usage: Mapping[str, Any], usage_name: str) -> int | None:
+def _count(metrics: Mapping[str, Any], name: str, in_usage: Count) -> Count:
     """Return a number of tokens. None if the node does not report it, or reports none that can be true."""
-    counts = (count_of(metrics.get(name)), count_of(usage.get(usage_name)))
-    return next((count for count in counts if count is not None), None)
+    count = count_of(metrics.get(name))
+    return in_usage if count is None else count
 
 
 def text_in(source: Mapping[str, Any], name: str, max_chars: int) -> str:
@@ -589,7 +590,7 @@ class Observer:
         """Note the answer of the prefill node."""
         if (call := self._calls.get("prefill")) is not None:
             mark(call, came_s=self._record.now_s)
-            mark_answer(call, answer)
+            mark_answer(call, answer, self._exchange.dialect.usage)
 
     def decode_began(self, answer: NodeAnswer) -> None:
         """Note a whole answer, or the first event of a stream."""
@@ -607,10 +608,11 @@ class Observer:
                 self._take_in(call, event.content)
 
     def _take_in(self, call: Span, answer: Mapping[str, Any]) -> None:
-        if not answer.keys() & {"metrics", "usage", "error"}:
+        names = self._exchange.dialect.usage
+        if not answer.keys() & {"metrics", "usage", "error", names.inside}:
             return
         if "metrics" in answer or not marks_of(CallMarks, call).is_split:
-            mark_answer(call, answer)
+            mark_answer(call, answer, names)
         if not self._record.marks.failure:
             mark(self._span, failure=text_in(mapping_in(answer, "error"), "message", MAX_ERROR_CHARS))
 

@@ -106,6 +106,16 @@ def test_each_field_of_the_package_openai_is_served_or_refused(endpoint: Any, pa
 
 
 @ENDPOINTS
+def test_each_field_that_is_served_is_read(endpoint: Any) -> None:
+    """A node that did not look at one would answer as if it were not there."""
+    path, parse, body = endpoint
+    for name in fields_of(path):
+        with pytest.raises(ApiError) as refused:
+            parse({**body, "stream": True, name: [{}]})
+        assert (refused.value.status, refused.value.param) == (400, name)
+
+
+@ENDPOINTS
 def test_options_of_a_stream_need_one(endpoint: Any) -> None:
     _, parse, body = endpoint
     options = {"stream_options": {"include_usage": True}}

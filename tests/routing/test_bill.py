@@ -11,11 +11,13 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.p2p.params import MOVED
-from kvferry.router.answer.bill import MAX_TOKENS, Bill, Loaded, least, summed
+from kvferry.router.answer.bill import MAX_TOKENS, Bill, Loaded, least, num_prompt_of, summed, usage_in
+from kvferry.router.answer.dialects import dialect_of
 from kvferry.router.answer.exchange import Begun, Exchange, State
 from kvferry.router.answer.handoffs import params_of
 from kvferry.router.choice.ways import Offer
-from kvferry.router.http.sse import Event
+from kvferry.router.http.endpoints import GENERATE, MESSAGES, RESPONSES
+from kvferry.router.http.sse import Event, events_of
 from tests.support.exchange_simulator import Told
 from tests.support.fake_nodes import PLACE, let_rendezvous, routed
 from tests.support.patience import DEADLINE_S
@@ -272,11 +274,136 @@ def test_a_server_of_vllm_is_not_told_the_prefill_servers_count() -> None:
     assert params_of({"kv_transfer_params": params}) == {"remote_engine_id": "e"}
 
 
+def usage_of_responses(cached: object, **changes: Any) -> dict[str, Any]:
+    counts = {"input_tokens": NUM_PROMPT, "output_tokens": 4, "total_tokens": NUM_PROMPT + 4}
+    details = {"cached_tokens": cached, "cache_write_tokens": 0}
+    reasons = {"reasoning_tokens": 2}
+    return {**counts, "input_tokens_details": details, "output_tokens_details": reasons, **changes}
+
+
+def usage_of_messages(cached: int | None, written: int | None = None) -> dict[str, Any]:
+    told = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": written}
+    known = {name: count for name, count in told.items() if count is not None}
+    return {"input_tokens": NUM_PROMPT - sum(known.values()), "output_tokens": 4, **known}
+
+
+def usage_of_generate(cached: int | None) -> dict[str, Any]:
+    return usage(cached)
+
+
+NAMED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    RESPONSES: usage_of_responses,
+    MESSAGES: usage_of_messages,
+    GENERATE: usage_of_generate,
+}
+
+
+def ends(path: str, said: object) -> tuple[dict[str, Any], Event]:
+    """Return a whole answer of an endpoint, and the event that ends one with the counts."""
+    whole = {"id": "a", "usage": said}
+    if path == RESPONSES:
+        return whole, Event.of({"type": "response.completed", "response": whole}, "response.completed")
+    if path == MESSAGES:
+        return whole, Event.of({"type": "message_delta", "delta": {}, "usage": said}, "message_delta")
+    return whole, Event.of({"choices": [], "usage": said})
+
+
+def told_both(bill: Bill, path: str, said: object) -> Any:
+    """Return the usage that a client is told, which is the same in a whole answer and in a stream."""
+    whole, event = ends(path, said)
+    told = json.loads(bill.whole(json.dumps(whole).encode(), whole)).get("usage")
+    assert usage_in(bill.event(event).content, dialect_of(path).usage) == (told or {})
+    assert bill.event(event).name == event.name
+    return told
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_each_endpoint_has_the_count_by_its_own_names(path: str) -> None:
+    named, dialect = NAMED[path], dialect_of(path)
+    bill = Bill(dialect)
+    bill.begins("prefill")
+    bill.prefilled({"usage": named(208)})
+    VLLM(bill)
+    assert told_both(bill, path, named(219)) == named(208)
+    assert bill.num_left_out == 0
+    assert num_prompt_of(named(219), dialect.usage) == NUM_PROMPT
+    raw = ends(path, named(208))[1]
+    assert bill.event(raw) is raw
+    for found, expected in ((None, None), (300, None)):
+        bill = Bill(dialect)
+        bill.begins("prefill")
+        bill.prefilled({"usage": named(found)} if found is None or path != MESSAGES else {})
+        VLLM(bill)
+        assert told_both(bill, path, named(219)) == named(0 if path == RESPONSES else expected)
+
+
+def test_what_servers_of_vllm_add_to_details_is_not_of_the_pair() -> None:
+    bill = Bill(dialect_of(RESPONSES))
+    for step in (pair, VLLM):
+        step(bill)
+    bill.prefilled({"usage": usage_of_responses(208)})
+    details = {"cached_tokens": 219, "cache_write_tokens": 1, "cached_tokens_per_turn": [219]}
+    said = usage_of_responses(0, input_tokens_details=details)
+    assert told_both(bill, RESPONSES, said) == usage_of_responses(208)
+    bill = Bill(dialect_of(MESSAGES))
+    pair(bill)
+    bill.prefilled({"usage": usage_of_messages(208, 12)})
+    VLLM(bill)
+    assert told_both(bill, MESSAGES, usage_of_messages(219, 1)) == usage_of_messages(208)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_the_frame_of_a_stream_waits_for_no_count(path: str) -> None:
+    bill = Bill(dialect_of(path))
+    pair(bill)
+    VLLM(bill)
+    message = {"usage": {"input_tokens": NUM_PROMPT, "output_tokens": 0}}
+    frame = {
+        RESPONSES: Event.of({"response": {"usage": None}}, "response.created"),
+        MESSAGES: Event.of({"type": "message_start", "message": message}, "message_start"),
+    }[path]
+    assert not bill.awaits_prefill(frame)
+    assert bill.event(frame) is frame
+    assert bill.awaits_prefill(ends(path, NAMED[path](219))[1])
+
+
+def test_nonsense_of_other_endpoints_is_left_out_and_counted() -> None:
+    for path, said, kept, num in (
+        (RESPONSES, usage_of_responses(0, output_tokens=-1), {"output_tokens"}, 1),
+        (RESPONSES, usage_of_responses("all"), set(), 1),
+        (RESPONSES, usage_of_responses(NUM_PROMPT + 1), set(), 1),
+        (RESPONSES, usage_of_responses(0, output_tokens_details=[1]), {"output_tokens_details"}, 1),
+        (MESSAGES, {**usage_of_messages(0), "output_tokens": True}, {"output_tokens"}, 1),
+        (MESSAGES, usage_of_messages(None) | {"input_tokens": 1e300}, {"input_tokens"}, 1),
+        # How much of the prompt the rest is cannot be known either.
+        (
+            MESSAGES,
+            usage_of_messages(0) | {"cache_read_input_tokens": "9"},
+            {"input_tokens", "cache_read_input_tokens"},
+            1,
+        ),
+    ):
+        bill = Bill(dialect_of(path))
+        alone(bill)
+        VLLM(bill)
+        content = ends(path, said)[0]
+        got = json.loads(bill.whole(json.dumps(content).encode(), content))["usage"]
+        assert said.keys() - got.keys() == kept, (path, said)
+        assert bill.num_left_out == num
+        if path == RESPONSES:
+            assert got["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+    bill = Bill(dialect_of(RESPONSES))
+    both = {"usage": {}, "response": {"usage": [1]}}
+    assert bill.event(Event.of(both, "response.completed")).content["response"] == {}
+
+
 # -- through a router --------------------------------------------------------------------------------
 
 
 class Node:
     """Answers with this usage, once it may."""
+
+    paths = (RESPONSES, MESSAGES, GENERATE)
 
     def __init__(self, said: object, **more: Any) -> None:
         self.said, self.more = said, more
@@ -291,9 +418,16 @@ class Node:
         headers = {"X-KV-Transfer": "loaded"}
         counts = {} if self.said is None else {"usage": self.said}
         if not body.get("stream"):
-            return web.json_response({"choices": [reason], **counts, **self.more}, headers=headers)
+            whole = {"choices": [reason], **counts, **self.more}
+            # In all forms at once, so that each endpoint finds its own.
+            return web.json_response({"stop_reason": "x", "status": "completed", **whole}, headers=headers)
         stream = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
         await stream.prepare(request)
+        if request.path in (RESPONSES, MESSAGES):
+            _, last_one = ends(request.path, self.said)
+            for event in (last_one, *([Event.of({}, "message_stop")] if request.path == MESSAGES else ())):
+                await stream.write(event.raw)
+            return stream
         for content in ({"choices": [reason]}, *([{"choices": [], **counts}] if counts else ())):
             await stream.write(Event.of(content).raw)
         await stream.write(b"data: [DONE]\n\n")
@@ -334,6 +468,27 @@ async def test_a_node_that_tells_nonsense_costs_no_answer(name: str, is_stream: 
             (one,) = (await response.json())["finished"]
         assert one["prompt_tokens"] in (None, NUM_PROMPT)
         assert one["output_tokens"] in (None, 4)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", NAMED)
+async def test_clients_and_the_page_have_the_counts_of_each_endpoint(path: str, is_stream: bool) -> None:
+    prefill, decode = Node(NAMED[path](208), kv_transfer_params=PLACE), Node(NAMED[path](0))
+    bodies: Mapping[str, Any] = {
+        RESPONSES: {"input": "p"},
+        MESSAGES: {"model": "", "messages": [{"role": "user", "content": "p"}], "max_tokens": 4},
+        GENERATE: {"token_ids": [1], "sampling_params": {}},
+    }
+    async with routed([prefill], [decode]) as client:
+        body = {**bodies[path], "stream": is_stream}
+        async with asyncio.timeout(DEADLINE_S), client.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            payload = await response.read()
+        contents = [event.content for event in events_of(payload)] if is_stream else [json.loads(payload)]
+        assert NAMED[path](208) in [usage_in(content, dialect_of(path).usage) for content in contents]
+        async with client.get("/page/state") as response:
+            (one,) = (await response.json())["finished"]
+        assert (one["prompt_tokens"], one["output_tokens"]) == (NUM_PROMPT, 4)
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])

@@ -281,6 +281,10 @@ SERVED = (
 )
 
 
+#: Of a model whose tokenizer has none.
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+
+
 def service_of(
     name: str,
     model: Path,
@@ -311,7 +315,8 @@ def served(model: Path) -> Iterator[list[VllmService]]:
         for name in ("prefill", "decode-1", "decode-2"):
             address = f"shm://@kvferry-{name}-{os.getpid()}"  # the same after a restart
             counts = () if name == "decode-2" else ("--enable-prompt-tokens-details",)
-            server = service_of(name, model, more=counts, address=address)
+            more = ("--enable-scale-out", "--chat-template", TEMPLATE, *counts)
+            server = service_of(name, model, more=more, address=address)
             servers.append(stack.enter_context(server))
         for server in servers:
             server.wait_ready(START_S)

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from kvferry.lab.servers import Launcher
+from tests.support.evaluation import DOCUMENTS, NEEDS_TOOLS, evaluated
 from tests.support.vllm_servers import LOADS, Server, VllmService
 
 from .conftest import START_S, service_of
@@ -179,6 +180,18 @@ def test_token_ids_whole_and_streamed(place: Place) -> None:
         through, alone = place.both(ask)
         assert through == alone
         assert through
+
+
+@NEEDS_TOOLS
+def test_an_evaluation_harness_gets_the_single_servers_chats(place: Place, tmp_path: Path) -> None:
+    def chats(url: str, folder: Path) -> list[str]:
+        folder.mkdir()
+        options = ("--model", "local-chat-completions", "--apply_chat_template")
+        return evaluated(f"{url}/v1/chat/completions", "model", *options, folder=folder)
+
+    before = place.decode.metric(LOADS)
+    assert chats(place.router, tmp_path / "pair") == chats(place.alone, tmp_path / "alone")
+    assert place.decode.metric(LOADS) == before + len(DOCUMENTS)
 
 
 def test_what_one_server_answers(place: Place) -> None:

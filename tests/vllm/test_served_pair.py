@@ -59,6 +59,24 @@ async def test_every_request_succeeds(way, slow_pair, tmp_path):
     assert server.metric(FAILURES) == before[1]
 
 
+@pytest.mark.parametrize("api", ["completions", "chat/completions", "responses"])
+async def test_the_load_generator_succeeds_at_each_endpoint(api, slow_pair, tmp_path):
+    prefill, decode = slow_pair.servers
+    server, backends = Server(decode), {"chat/completions": "openai-chat", "responses": "openai-responses"}
+    shape = {"--random-input-len": "64", "--random-output-len": "8", "--num-prompts": "16"}
+    # A seed of its own, so that no server has a prompt of another test.
+    own = {"--backend": backends.get(api, "openai"), "--endpoint": f"/v1/{api}", "--seed": str(len(api))}
+    with Launcher() as launcher:
+        router = launcher.start_router("router", [prefill], [decode])
+        router.wait_ready(START_S)
+        before = server.metric(LOADS), server.metric(FAILURES)
+        result = await _bench(router.url, tmp_path, **shape, **own)
+    assert (result["completed"], result["failed"]) == (16, 0), result["errors"]
+    assert result["output_lens"] == [8] * 16
+    assert server.metric(LOADS) - before[0] >= 16
+    assert server.metric(FAILURES) == before[1]
+
+
 def test_a_refused_request_frees_the_prefill_servers_blocks(slow_pair):
     """For a request that vLLM answers with 400, it sends its engine another request that ends at once."""
     prefill, decode = map(Server, slow_pair.servers)
@@ -69,10 +87,14 @@ def test_a_refused_request_frees_the_prefill_servers_blocks(slow_pair):
     prefill.wait_for(USAGE, lambda usage: usage == 0, SOON_S)
 
 
-async def _bench(url, folder):
-    """Run `vllm bench serve` against a URL. Returns its results, including those of each request."""
+async def _bench(url, folder, **more):
+    """Run `vllm bench serve` against a URL. Returns its results, including those of each request.
+
+    Args:
+        more: Further options, or other values.
+    """
     places = {"--model": str(default_model_folder()), "--base-url": url, "--result-dir": str(folder)}
-    options = [word for option in (ARGUMENTS | places).items() for word in option]
+    options = [word for option in (ARGUMENTS | places | more).items() for word in option]
     switches = ["--ignore-eos", "--save-result", "--save-detailed", "--result-filename", "result.json"]
     bench = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", BENCH_SERVE, *options, *switches),
