@@ -15,11 +15,11 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 #: Name of a part, the folders or files in it, what counts there, and how many lines it may have.
 PARTS: Final = (
-    ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 42_914),
-    ("router", ("router",), ".py", 11_725),
-    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_608),
-    ("tests", ("tests",), ".py", 70_017),
-    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_053),
+    ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_280),
+    ("router", ("router",), ".py", 12_969),
+    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_609),
+    ("tests", ("tests",), ".py", 73_142),
+    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_326),
 )
 
 
