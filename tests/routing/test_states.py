@@ -145,7 +145,6 @@ def test_ejections_double_up_to_a_limit(number: int, first_s: float) -> None:
         assert rule.lasts_s(number + 1) == 2 * rule.lasts_s(number)
 
 
-@pytest.mark.parametrize(("after", "first_s"), [(-1, 10.0), (5, 0.0), (5, 301.0), (5, float("nan"))])
-def test_limits_that_make_no_sense_are_refused(after: int, first_s: float) -> None:
-    with pytest.raises(ValueError, match="--eject-"):
-        EjectionRule(after, first_s)
+def test_a_limit_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="--eject-after -1"):
+        EjectionRule(-1)

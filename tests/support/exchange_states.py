@@ -248,7 +248,8 @@ def _words(value: Any) -> str:
 class _Walk(Walk):
     """One walk over a schedule."""
 
-    ignored = frozenset({"drawn", "kind", "name", "setup", "_explain"})
+    # Nothing of what an exchange does depends on its bill.
+    ignored = frozenset({"drawn", "kind", "name", "setup", "_explain", "bill"})
 
     def of(self, value: Any) -> Any:
         kind = type(value)

@@ -126,7 +126,7 @@ class TestTheChoice:
 
     def test_is_the_network_between_hosts(self, dialer: Endpoint, listener: Endpoint) -> None:
         elsewhere = replace(AutoAddress.parse(listener.listen("")), host="0123456789abcdef")
-        assert route(dialer, listener, str(elsewhere)) == Route("zeromq", "on another host")
+        assert route(dialer, listener, str(elsewhere)) == Route("zeromq", "on another host", sums="xxh3")
 
     def test_is_the_network_where_shared_memory_does_not_connect(
         self, dialer: Endpoint, listener: Endpoint
@@ -205,7 +205,7 @@ def test_a_node_without_nixl_says_so_and_uses_the_other_network(
 def test_nixl_is_used_between_hosts_that_both_have_it(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     dialer, listener = start(WITH_NIXL, is_apart=True), start(WITH_NIXL, is_apart=True)
-    assert route(dialer, listener, listener.listen("")) == Route("nixl", "on another host")
+    assert route(dialer, listener, listener.listen("")) == Route("nixl", "on another host", "nixl:UCX:tcp")
     assert "is reached by nixl: on another host" in caplog.text
 
 

@@ -358,7 +358,7 @@ def test_auto_stages_between_hosts(auto_pair: tuple[Node, Node], world: World) -
     producer, consumer = auto_pair
     address = AutoAddress.parse(producer.endpoint.listen(""))
     link = world.link(producer, consumer, str(replace(address, host="another")))
-    assert read_staged(link, world) == Route("zeromq", "on another host")
+    assert read_staged(link, world) == Route("zeromq", "on another host", sums="xxh3")
 
 
 def test_auto_stages_where_two_gpus_of_a_host_have_no_peer_access(
@@ -387,8 +387,8 @@ def test_auto_stages_memory_that_cuda_does_not_export(
     routes = [read_staged(world.link(*nodes), world) for nodes in [(first, second), (second, first)]]
     why = "pool cannot be mapped by other processes"
     assert routes == [
-        Route("zeromq", f"on this host, but its {why}"),
-        Route("zeromq", f"on this host, but this {why}"),
+        Route("zeromq", f"on this host, but its {why}", sums="xxh3"),
+        Route("zeromq", f"on this host, but this {why}", sums="xxh3"),
     ]
 
 
