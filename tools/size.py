@@ -18,7 +18,7 @@ PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_280),
     ("router", ("router",), ".py", 12_969),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_609),
-    ("tests", ("tests",), ".py", 73_142),
+    ("tests", ("tests",), ".py", 73_145),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_326),
 )
 
