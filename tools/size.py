@@ -15,8 +15,8 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 #: Name of a part, the folders or files in it, what counts there, and how many lines it may have.
 PARTS: Final = (
-    ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_280),
-    ("router", ("router",), ".py", 12_969),
+    ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_285),
+    ("router", ("router",), ".py", 12_977),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_609),
     ("tests", ("tests",), ".py", 73_145),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_326),

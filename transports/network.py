@@ -30,7 +30,7 @@ from .streams import FrameSocket, Poller, StreamBackend
 #: many threads.
 _MAX_THREADS = 4
 
-#: Of a name with several addresses, so many are tried, and for so many seconds.
+#: Most addresses of one name that are probed, and the seconds until the first one is taken unprobed.
 _MAX_PROBES, _PROBE_S = 8, 2.0
 
 _BACKLOG = 128
@@ -436,9 +436,10 @@ def _resolved(where: HostPort, flags: int = 0) -> Found | KVTransferError:
 def _that_accepts(addresses: Sequence[Found]) -> Found:
     """Return the first address that accepts a connection, or the first one if none does in time.
 
-    A name may have addresses of both families, of which a peer listens on one. Only a connection
-    shows. This one ends at once, and the peer takes it for one that has left.
+    A name may have addresses of both families, and a peer usually listens on only one of them. Each probe is
+    closed at once; the peer treats it as a client that left.
     """
+    # In a lookup's thread, which may block. All at once: a silent address must not delay another.
     with contextlib.ExitStack() as stack:
         probes = stack.enter_context(selectors.PollSelector())
         for address in addresses[:_MAX_PROBES]:

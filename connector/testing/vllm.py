@@ -136,6 +136,10 @@ class _Report(KVConnectorStats):
 
     pickled: bytes = b""
 
+    def received(self) -> Any:
+        """Return the report as the scheduler's process gets it."""
+        return pickle.loads(self.pickled)
+
 
 # -- the scheduler half ------------------------------------------------------------------------------
 
@@ -336,7 +340,7 @@ class _VllmScheduler(SchedulerHalf):
             self._requests.answer(item)
         report = connector_output.kv_connector_stats
         if isinstance(report, _Report):
-            self._connector.update_connector_output(pickle.loads(report.pickled))
+            self._connector.update_connector_output(report.received())
         self._connector.get_kv_connector_stats()
 
     def request_finished(

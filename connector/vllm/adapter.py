@@ -119,7 +119,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return True: vLLM, which asks since 0.33, tells its workers' connectors when the cache goes."""
+        """Return True: since vLLM 0.33, which asks this, workers tell connectors before the cache goes."""
         return True
 
     @classmethod

@@ -661,6 +661,7 @@ class Performance:
         if (receipt := self._receipt) is None:
             return {}
         self._receipt = None
+        # Before the figures are read: the actions that end the request report the tail only later.
         self._observer.decode_reported(self._exchange.tail)
         return {RECEIPTS: [await receipt()]}
 

@@ -198,7 +198,7 @@ def url_of(listener: socket.socket, access: Access) -> str:
 
 
 def place_of(listener: socket.socket) -> dict[str, Any]:
-    """Return what a launcher is told of where a server listens."""
+    """Return a server's host and port for the report to its launcher."""
     host, port = listener.getsockname()[:2]
     return (
         {"listening": port}

@@ -15,6 +15,8 @@ from ...transports.checked import printable
 from ..nodes.reading import read_whole, refuse_no_answers
 from .explain import Asking, NotToldError, Question, Told, ask, ask_vllm, tell
 
+#: Seconds that a receipt waits for a server of vLLM.
+_RECEIPT_S: Final = 5.0
 #: More than the spans of one request have.
 _MAX_BYTES: Final = 16 << 20
 
@@ -56,7 +58,12 @@ class Accounts:
 
     async def of_vllm(self, request_id: str, url: str, session: aiohttp.ClientSession) -> Told:
         """Return what a node that is a server of vLLM knows of a request."""
-        return await _answered(ask_vllm(request_id, url), session, self._nodes().get(url, ""))
+        # The end of an answer waits for this, so it may not take as long as `kvferry explain` may.
+        try:
+            async with asyncio.timeout(_RECEIPT_S):
+                return await _answered(ask_vllm(request_id, url), session, self._nodes().get(url, ""))
+        except TimeoutError:
+            return Told(url, error=f"timed out after {_RECEIPT_S:g} s waiting for the server's figures")
 
 
 async def _answered(asking: Asking[Told], session: aiohttp.ClientSession, server_name: str) -> Told:

@@ -42,8 +42,8 @@ def receipt_of(exchange: Exchange, record: RequestRecord, told: Told | None = No
         "transport": said.get("transport") or None,
         "mechanism": said.get("mechanism") or None,
         "bytes": said.get("bytes") or 0,
-        "ms": _ms(said["seconds"]) if is_read else None,
-        "exposed_ms": _ms(said["exposed_seconds"]) if is_read else None,
+        "ms": _ms(said.get("seconds", 0.0)) if is_read else None,
+        "exposed_ms": _ms(said.get("exposed_seconds", 0.0)) if is_read else None,
         # The owner's guard is looked at after each read, whatever moves the bytes.
         "checked": [*filter(None, ("guard", said.get("sums")))] if is_read and not error else [],
         "prompt_tokens": num_prompt,

@@ -650,7 +650,7 @@ class Observer:
         self._span.note("failed", reason=str(error))
 
     def left_out(self, num: int) -> None:
-        """Count what the client was not told of the nodes' usage, because it cannot be true."""
+        """Count impossible values in the nodes' usage, which the client does not get."""
         self._metrics.nonsense.inc(num)
 
     def ended(self, status: int, failure: ApiError | None = None) -> None:

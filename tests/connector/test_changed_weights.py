@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -16,10 +16,16 @@ WHY = "the weights changed"
 
 @pytest.fixture(params=["inproc", "shm", "tcp"])
 def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[ModelFreeNode, ModelFreeNode]]:
-    """A producer and a consumer of the same model, which have handed over before."""
+    with two_nodes(request.param) as pair:
+        yield pair
+
+
+@contextmanager
+def two_nodes(transport: str) -> Iterator[tuple[ModelFreeNode, ModelFreeNode]]:
+    """Yield a producer and a consumer of the same model, which have handed over before."""
     with ExitStack() as stack:
         producer, consumer = (
-            stack.enter_context(ModelFreeNode(engine_config(request.param), CacheShape())) for _ in range(2)
+            stack.enter_context(ModelFreeNode(engine_config(transport), CacheShape())) for _ in range(2)
         )
         assert handed_over(producer, consumer, "first") == ""
         yield producer, consumer

@@ -7,32 +7,23 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from kvferry.connector.p2p.worker import HandoffWorker
-from kvferry.connector.testing import ModelFreeNode, Request, assert_whole, engine_config
-from kvferry.connector.testing.shapes import CacheShape
+from kvferry.connector.testing import ModelFreeNode, Request
 
-from .test_changed_weights import handed_over, handed_over_by_a_new_connection
+from .test_changed_weights import handed_over_by_a_new_connection, two_nodes
 
 WHY = "the node is asleep"
 
 
 @pytest.fixture(params=["shm", "tcp"])
 def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[ModelFreeNode, ModelFreeNode]]:
-    """A producer and a consumer of the same model, which have handed over before."""
-    with ExitStack() as stack:
-        producer, consumer = (
-            stack.enter_context(ModelFreeNode(engine_config(request.param), CacheShape())) for _ in range(2)
-        )
-        assert handed_over(producer, consumer, "first") == ""
-        yield producer, consumer
-        for node in (producer, consumer):
-            assert_whole(node)
+    with two_nodes(request.param) as pair:
+        yield pair
 
 
 def half_of(node: ModelFreeNode) -> HandoffWorker:

@@ -1,6 +1,4 @@
-"""What clients of a pair are told of the prompt tokens that no node had to compute, beside a single node's
-count.
-"""
+"""A pair reports as many cached prompt tokens as a single node does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker of vLLM's CPU build that tells its connector of sleep and wake, as GPU workers do since 0.33."""
+"""A worker of vLLM's CPU build that notifies its connector of sleep and wake, as GPU workers do."""
 
 from __future__ import annotations
 

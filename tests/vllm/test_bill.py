@@ -1,4 +1,4 @@
-"""What clients of a pair of `vllm serve` are told of cached tokens, beside a single server's own count."""
+"""A pair of `vllm serve` reports as many cached prompt tokens as a single server does."""
 
 from __future__ import annotations
 

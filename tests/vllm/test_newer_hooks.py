@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +166,6 @@ def test_a_failed_load_is_named_by_its_request_and_not_by_blocks(
 
 def _transfers_of(output: Any) -> list[Any]:
     """Return the records of a step's loads, from what vLLM's runner reports."""
-    report = pickle.loads(output.kv_connector_stats.pickled) if output.kv_connector_stats else None
+    report = output.kv_connector_stats.received() if output.kv_connector_stats else None
     stats = getattr(report, "kv_connector_stats", None)
     return list(stats.figures.transfers) if stats is not None else []

@@ -6,7 +6,7 @@ makes the calls that vLLM 0.33's workers make, in the same order.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import warnings
 from collections.abc import Iterator
 from itertools import count
@@ -119,7 +119,7 @@ class Engine:
         """Do nothing: the node steps when a test says so."""
 
     def _set_kv_connector_handshake_metadata(self) -> None:
-        known = pickle.loads(pickle.dumps(self.model_executor.connector.get_handshake_metadata()))
+        known = copy.deepcopy(self.model_executor.connector.get_handshake_metadata())  # another process's
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): known})
 
 
