@@ -18,7 +18,7 @@ PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_285),
     ("router", ("router",), ".py", 12_977),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 22_609),
-    ("tests", ("tests",), ".py", 73_145),
+    ("tests", ("tests",), ".py", 73_139),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_326),
 )
 
