@@ -62,7 +62,10 @@ LEFT_OUT = (
     "*.pyc",
 )
 #: vLLM takes FlashAttention 3 on Hopper and FlashAttention 2 on the others.
-FLASH_ATTENTION_2, FLASH_ATTENTION_3 = "vllm/vllm_flash_attn/_vllm_fa2_C*", "vllm/vllm_flash_attn/_vllm_fa3_C*"
+FLASH_ATTENTION_2, FLASH_ATTENTION_3 = (
+    "vllm/vllm_flash_attn/_vllm_fa2_C*",
+    "vllm/vllm_flash_attn/_vllm_fa3_C*",
+)
 
 SECTION = b".nv_fatbin"
 MAGIC = 0xBA55ED50
@@ -119,7 +122,11 @@ def prune(path: Path, gpu: int) -> tuple[int, int]:
     with path.open("r+b") as file, closing(mmap.mmap(file.fileno(), 0)) as data:
         containers = list(containers_of(data))
         others = [piece for _, _, pieces in containers for piece in pieces if not piece.runs_on(gpu)]
-        smallest = min((piece for piece in others if piece.kind == MACHINE_CODE), key=lambda piece: piece.size, default=None)
+        smallest = min(
+            (piece for piece in others if piece.kind == MACHINE_CODE),
+            key=lambda piece: piece.size,
+            default=None,
+        )
         filler = code_of(data, [smallest] if smallest else [])
         for start, room, pieces in containers:
             code = code_of(data, wanted(pieces, gpu))
@@ -148,7 +155,9 @@ def containers_of(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, list[Piec
         start = at + header
         at = start + room
         if header != 16 or at > end:
-            raise ValueError(f"a container of code for GPUs has a header of {header} and contents of {room} bytes")
+            raise ValueError(
+                f"a container of code for GPUs has a header of {header} and contents of {room} bytes"
+            )
         pieces, piece = [], start
         while piece < at:
             kind, _, own_header, size = struct.unpack_from("<HHIQ", data, piece)
@@ -204,7 +213,9 @@ def fill(site: Path, wheels: Path, version: str, gpu: int) -> None:
     for path in sorted(site.rglob("*.so")):
         containers, usable = prune(path, gpu)
         if containers:
-            print(f"{path.relative_to(site)}: {usable} of {containers} containers have code for it", flush=True)
+            print(
+                f"{path.relative_to(site)}: {usable} of {containers} containers have code for it", flush=True
+            )
 
 
 def main() -> int:

@@ -1,0 +1,158 @@
+"""The models of the steps, with random weights, and how large everything is on each kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+_COMMON: Final = {
+    "vocab_size": 257,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 32768,
+    # So large that each token of a prompt changes the answer.
+    "initializer_range": 0.15,
+}
+#: A latent as large as that of the large models in DeepSeek-V2's form, for which kernels are made.
+_LATENT: Final = {
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 4,  # no experts
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_WINDOWS: Final = {
+    "model_type": "gemma3_text",
+    "sliding_window": 256,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+_STATES: Final = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 512,
+}
+#: A Llama whose cache has 32 KiB per token in bfloat16, like that of Llama 3.2 1B.
+_LARGE: Final = {
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "initializer_range": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        settings: Its configuration, as transformers has it.
+        arguments: Of `vllm serve`, for this kind; `cpu_arguments`: on CPUs in addition.
+    """
+
+    settings: Mapping[str, Any]
+    arguments: tuple[str, ...] = ()
+    cpu_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much a device is given to do.
+
+    Attributes:
+        llama: What the Llama's configuration has beside the common part.
+        lengths: Of prompts, in tokens.
+        rounds: Prompts per length.
+        answer_tokens: Tokens per answer.
+        rates: Requests per second of `vllm bench serve`.
+        num_requests: Requests per rate.
+        arguments: Of every `vllm serve`.
+        environment: Its variables.
+        start_s: Seconds that servers may take to start.
+    """
+
+    llama: Mapping[str, Any]
+    lengths: tuple[int, ...]
+    rounds: int
+    answer_tokens: int
+    rates: tuple[float, float]
+    num_requests: int
+    dtype: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    start_s: float
+
+    def kind(self, name: str) -> Kind:
+        """Return a kind of model: `llama`, `mla`, `windows` or `hybrid`."""
+        kinds = {
+            "llama": Kind({"model_type": "llama", **self.llama}),
+            # The other backend for CPUs needs AMX.
+            "mla": Kind(_LATENT, cpu_arguments=("--attention-backend", "CPU_MLA")),
+            "windows": Kind(_WINDOWS),
+            # With prefix caching vLLM keeps a state per block, and kvferry then needs no more of it here.
+            "hybrid": Kind(_STATES, ("--no-enable-prefix-caching",)),
+        }
+        found = kinds[name]
+        return Kind({**_COMMON, **found.settings}, found.arguments, found.cpu_arguments)
+
+
+ON_GPU: Final = Scale(
+    llama=_LARGE,
+    lengths=(128, 1024, 4096, 16000),
+    rounds=5,
+    answer_tokens=32,
+    rates=(4.0, 16.0),
+    num_requests=100,
+    dtype="bfloat16",
+    # With a cache of their own size, servers that start together do not count each other's memory.
+    arguments=(
+        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "16384"),
+        *("--max-num-batched-tokens", "2048", "--gpu-memory-utilization", "0.2"),
+        *("--kv-cache-memory-bytes", str(3 << 30)),
+    ),
+    environment={},
+    start_s=150.0,
+)
+#: So small that it shows only whether the steps work.
+ON_CPU: Final = Scale(
+    llama={},
+    lengths=(128, 1024),
+    rounds=2,
+    answer_tokens=8,
+    rates=(1.0, 2.0),
+    num_requests=10,
+    dtype="float32",
+    arguments=(
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
+        *("--block-size", "32", "--max-num-batched-tokens", "256"),
+        *("--distributed-executor-backend", "uni"),
+    ),
+    # The engine computes in its server's process: two would spin while they wait for each other.
+    environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    start_s=300.0,
+)
