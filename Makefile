@@ -138,7 +138,7 @@ gpu-kit: ## build an archive of vLLM for a GPU machine without a network (37 MB)
 
 .PHONY: test-gpu-vllm
 test-gpu-vllm: ## run vLLM with kvferry on a GPU, from that archive or installed, and write build/gpu-vllm.md (half an hour): TEST_ARGS="--help"
-	PYTHONPATH=src $(PYTHON) -m kvferry.lab.gpu $(TEST_ARGS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m kvferry.lab.gpu $(TEST_ARGS)
 
 .PHONY: soak
 soak: $(READY) $(if $(LOSSES),$(VLLM_READY) build/nixl) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1; LOSSES=60: kill and freeze nodes under load, over each transport

@@ -94,7 +94,7 @@ def run(step: Step[Context], context: Context, limit_s: float, logs: Callable[[]
         result.verdict = Verdict.PASSED
     except SkippedError as error:
         result.verdict, result.why = Verdict.SKIPPED, str(error)
-    except Exception as error:  # whatever it is, the next step runs
+    except Exception as error:  # noqa: BLE001 - whatever it is, the next step runs
         result.verdict, result.why = Verdict.FAILED, f"{type(error).__name__}: {error}"
         result.logs = logs()
     result.seconds = time.monotonic() - began

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 from ..client import Answer, call, complete

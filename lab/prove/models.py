@@ -111,7 +111,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_random_model(folder: Path, settings: Mapping[str, Any], seed: int = 0) -> Path:
-    """Write a model of any architecture with random weights in float32, with the tokenizer of `byte_tokenizer`.
+    """Write a model of any architecture with random weights in float32, and the tokenizer of bytes.
 
     Args:
         settings: Its configuration, with `model_type`.
