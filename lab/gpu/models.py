@@ -67,20 +67,6 @@ _LARGE: Final = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of model.
-
-    Attributes:
-        settings: Its configuration, as transformers has it.
-        arguments: Of `vllm serve`, for this kind; `cpu_arguments`: on CPUs in addition.
-    """
-
-    settings: Mapping[str, Any]
-    arguments: tuple[str, ...] = ()
-    cpu_arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Scale:
     """How much a device is given to do.
 
@@ -92,7 +78,8 @@ class Scale:
         rates: Requests per second of `vllm bench serve`.
         num_requests: Requests per rate.
         arguments: Of every `vllm serve`.
-        environment: Its variables.
+        own_arguments: Of those of a kind of model, in addition.
+        environment: Variables of every `vllm serve`.
         start_s: Seconds that servers may take to start.
     """
 
@@ -104,23 +91,18 @@ class Scale:
     num_requests: int
     dtype: str
     arguments: tuple[str, ...]
+    own_arguments: Mapping[str, tuple[str, ...]]
     environment: Mapping[str, str]
     start_s: float
 
-    def kind(self, name: str) -> Kind:
-        """Return a kind of model: `llama`, `mla`, `windows` or `hybrid`."""
-        kinds = {
-            "llama": Kind({"model_type": "llama", **self.llama}),
-            # The other backend for CPUs needs AMX.
-            "mla": Kind(_LATENT, cpu_arguments=("--attention-backend", "CPU_MLA")),
-            "windows": Kind(_WINDOWS),
-            # With prefix caching vLLM keeps a state per block, and kvferry then needs no more of it here.
-            "hybrid": Kind(_STATES, ("--no-enable-prefix-caching",)),
-        }
-        found = kinds[name]
-        return Kind({**_COMMON, **found.settings}, found.arguments, found.cpu_arguments)
+    def settings(self, model: str) -> Mapping[str, Any]:
+        """Return the configuration of a kind of model: `llama`, `mla`, `windows` or `hybrid`."""
+        llama = {"model_type": "llama", **self.llama}
+        return {**_COMMON, **{"llama": llama, "mla": _LATENT, "windows": _WINDOWS, "hybrid": _STATES}[model]}
 
 
+#: With prefix caching vLLM keeps a state per block.
+_WITH_STATES: Final = ("--no-enable-prefix-caching",)
 ON_GPU: Final = Scale(
     llama=_LARGE,
     lengths=(128, 1024, 4096, 16000),
@@ -135,6 +117,7 @@ ON_GPU: Final = Scale(
         *("--max-num-batched-tokens", "2048", "--gpu-memory-utilization", "0.2"),
         *("--kv-cache-memory-bytes", str(3 << 30)),
     ),
+    own_arguments={"hybrid": _WITH_STATES},
     environment={},
     start_s=150.0,
 )
@@ -152,6 +135,8 @@ ON_CPU: Final = Scale(
         *("--block-size", "32", "--max-num-batched-tokens", "256"),
         *("--distributed-executor-backend", "uni"),
     ),
+    # The other backend for latents on CPUs needs AMX.
+    own_arguments={"hybrid": _WITH_STATES, "mla": ("--attention-backend", "CPU_MLA")},
     # The engine computes in its server's process: two would spin while they wait for each other.
     environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     start_s=300.0,

@@ -116,7 +116,7 @@ class Servers:
         """Return the folder of a kind of model, which is written once."""
         folder = self.folder / "models" / name
         if not (folder / "tokenizer.json").exists():
-            write_random_model(folder, self.scale.kind(name).settings)
+            write_random_model(folder, self.scale.settings(name))
         return folder
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -169,17 +169,11 @@ class Servers:
         environment: Mapping[str, str] | None = None,
     ) -> LaunchedProcess:
         self._number += 1
-        kind = self.scale.kind(model)
-        words = [
-            *self.scale.arguments,
-            *kind.arguments,
-            *(kind.cpu_arguments if self.device == "cpu" else ()),
-        ]
         return start_vllm(
             launcher,
             f"{self._number:02}-{role}",
             str(self.model(model)),
-            [*words, *self._more, *arguments],
+            [*self.scale.arguments, *self.scale.own_arguments.get(model, ()), *self._more, *arguments],
             transfer,
             environment={**self.scale.environment, **(environment or {})},
         )
