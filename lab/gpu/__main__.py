@@ -87,7 +87,7 @@ def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return run_all(steps, servers, options.output, options.seconds)
 
 
-def run_all(steps: Sequence[Step[Servers]], servers: Servers, output: Path, seconds: float) -> int:
+def run_all(steps: Sequence[Step], servers: Servers, output: Path, seconds: float) -> int:
     """Run steps, and write the page after each. Returns 1 if one has failed, otherwise 0.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 _COMMON: Final = {
@@ -66,9 +66,15 @@ _LARGE: Final = {
 }
 
 
+#: With prefix caching vLLM keeps a state per block, and its kernels for CPUs cannot.
+_WITH_STATES: Final = "--no-enable-prefix-caching"
+#: Kind of model → what it has beside the common part. `llama` depends on the device.
+_KINDS: Final[Mapping[str, Mapping[str, Any]]] = {"mla": _LATENT, "windows": _WINDOWS, "hybrid": _STATES}
+
+
 @dataclass(frozen=True)
 class Scale:
-    """How much a device is given to do.
+    """How much a device is given to do: by default a GPU.
 
     Attributes:
         llama: What the Llama's configuration has beside the common part.
@@ -76,67 +82,53 @@ class Scale:
         rounds: Prompts per length.
         answer_tokens: Tokens per answer.
         rates: Requests per second of `vllm bench serve`.
-        num_requests: Requests per rate.
+        load: Requests per rate, and average tokens of their prompts and answers.
         arguments: Of every `vllm serve`.
         own_arguments: Of those of a kind of model, in addition.
         environment: Variables of every `vllm serve`.
         start_s: Seconds that servers may take to start.
     """
 
-    llama: Mapping[str, Any]
-    lengths: tuple[int, ...]
-    rounds: int
-    answer_tokens: int
-    rates: tuple[float, float]
-    num_requests: int
-    dtype: str
-    arguments: tuple[str, ...]
-    own_arguments: Mapping[str, tuple[str, ...]]
-    environment: Mapping[str, str]
-    start_s: float
+    dtype: str = "bfloat16"
+    llama: Mapping[str, Any] = field(default_factory=lambda: _LARGE)
+    lengths: tuple[int, ...] = (128, 1024, 4096, 16000)
+    rounds: int = 5
+    answer_tokens: int = 32
+    rates: tuple[float, float] = (4.0, 16.0)
+    load: tuple[int, int, int] = (100, 1000, 128)
+    block_size: int = 16
+    # With a cache of their own size, servers that start together do not count each other's memory.
+    arguments: str = (
+        "--max-model-len 16384 --max-num-batched-tokens 2048 --gpu-memory-utilization 0.2 "
+        f"--kv-cache-memory-bytes {3 << 30}"
+    )
+    own_arguments: Mapping[str, str] = field(default_factory=lambda: {"hybrid": _WITH_STATES})
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_s: float = 150.0
 
     def settings(self, model: str) -> Mapping[str, Any]:
-        """Return the configuration of a kind of model: `llama`, `mla`, `windows` or `hybrid`."""
-        llama = {"model_type": "llama", **self.llama}
-        return {**_COMMON, **{"llama": llama, "mla": _LATENT, "windows": _WINDOWS, "hybrid": _STATES}[model]}
+        """Return the configuration of a kind of model."""
+        return {**_COMMON, **(_KINDS.get(model) or {"model_type": "llama", **self.llama})}
+
+    def serve_arguments(self, model: str) -> list[str]:
+        """Return arguments of `vllm serve` for a kind of model."""
+        common = f"--dtype {self.dtype} --block-size {self.block_size} --enforce-eager --disable-uvicorn-access-log"
+        return f"{common} {self.arguments} {self.own_arguments.get(model, '')}".split()
 
 
-#: With prefix caching vLLM keeps a state per block.
-_WITH_STATES: Final = ("--no-enable-prefix-caching",)
-ON_GPU: Final = Scale(
-    llama=_LARGE,
-    lengths=(128, 1024, 4096, 16000),
-    rounds=5,
-    answer_tokens=32,
-    rates=(4.0, 16.0),
-    num_requests=100,
-    dtype="bfloat16",
-    # With a cache of their own size, servers that start together do not count each other's memory.
-    arguments=(
-        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "16384"),
-        *("--max-num-batched-tokens", "2048", "--gpu-memory-utilization", "0.2"),
-        *("--kv-cache-memory-bytes", str(3 << 30)),
-    ),
-    own_arguments={"hybrid": _WITH_STATES},
-    environment={},
-    start_s=150.0,
-)
 #: So small that it shows only whether the steps work.
 ON_CPU: Final = Scale(
+    dtype="float32",
     llama={},
     lengths=(128, 1024),
     rounds=2,
     answer_tokens=8,
     rates=(1.0, 2.0),
-    num_requests=10,
-    dtype="float32",
-    arguments=(
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
-        *("--block-size", "32", "--max-num-batched-tokens", "256"),
-        *("--distributed-executor-backend", "uni"),
-    ),
+    load=(10, 200, 16),
+    block_size=32,
+    arguments="--max-model-len 2048 --max-num-batched-tokens 256 --distributed-executor-backend uni",
     # The other backend for latents on CPUs needs AMX.
-    own_arguments={"hybrid": _WITH_STATES, "mla": ("--attention-backend", "CPU_MLA")},
+    own_arguments={"hybrid": _WITH_STATES, "mla": "--attention-backend CPU_MLA"},
     # The engine computes in its server's process: two would spin while they wait for each other.
     environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     start_s=300.0,

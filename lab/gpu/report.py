@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any
 
 #: Lines of a log on the page.
 LOG_LINES = 40
-Context = TypeVar("Context")
 
 
 class Verdict(StrEnum):
@@ -32,18 +31,19 @@ class OverLimitError(Exception):
 
 
 @dataclass(frozen=True)
-class Step(Generic[Context]):
+class Step:
     """One thing to try.
 
     Attributes:
         limit_s: Its time limit, in seconds.
-        run: Yields lines of Markdown as soon as they are known, and raises if something is wrong.
+        run: Gets what all steps share, yields lines of Markdown as soon as they are known, and raises if
+            something is wrong.
     """
 
     name: str
     limit_s: float
     about: str
-    run: Callable[[Context], Iterator[str]]
+    run: Callable[[Any], Iterator[str]]
 
 
 @dataclass
@@ -71,8 +71,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise OverLimitError(f"stopped at its limit of {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, end)
-    # A second time, in case that code which was ending anyway discards the exception.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
+    # Again and again, in case some code discards the exception, but not while servers are being ended.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 60.0)
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run(step: Step[Context], context: Context, limit_s: float, logs: Callable[[], str]) -> Result:
+def run(step: Step, context: Any, limit_s: float, logs: Callable[[], str]) -> Result:
     """Run a step, at most `limit_s` seconds.
 
     Args:

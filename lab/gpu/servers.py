@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..demo.vllm_server import ask_pair
 from ..load import percentile
 from ..prove.models import TOKENS, write_random_model
 from ..servers import KVFERRY, LaunchedProcess, Launcher, free_port, start_vllm
-from .models import ON_CPU, ON_GPU, Scale
+from .models import ON_CPU, Scale
 from .report import LOG_LINES
 
 #: What vLLM counts of tokens that a connector loaded.
@@ -105,7 +106,7 @@ class Servers:
 
     def __init__(self, device: str, folder: Path, more: Sequence[str] = ()) -> None:
         self.device, self.folder, self._more = device, folder, tuple(more)
-        self.scale: Scale = ON_CPU if device == "cpu" else ON_GPU
+        self.scale = ON_CPU if device == "cpu" else Scale()
         self.tolerance = tolerance_of(self.scale.dtype)
         self._chance = random.Random(0)
         self._number = 0
@@ -169,19 +170,19 @@ class Servers:
         environment: Mapping[str, str] | None = None,
     ) -> LaunchedProcess:
         self._number += 1
-        return start_vllm(
-            launcher,
-            f"{self._number:02}-{role}",
-            str(self.model(model)),
-            [*self.scale.arguments, *self.scale.own_arguments.get(model, ()), *self._more, *arguments],
-            transfer,
-            environment={**self.scale.environment, **(environment or {})},
-        )
+        # vLLM serves sleep and wake only in its development mode.
+        variables = {"VLLM_SERVER_DEV_MODE": "1", **self.scale.environment, **(environment or {})}
+        words = [*self.scale.serve_arguments(model), *self._more, *arguments]
+        name = f"{self._number:02}-{role}"
+        return start_vllm(launcher, name, str(self.model(model)), words, transfer, environment=variables)
 
     def logs(self) -> str:
         """Return the ends of the logs that were written last, also of servers that have ended."""
         newest = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)[-3:]
-        tails = ([f"-- {path.name}", *_tail_of(path).splitlines()[-LOG_LINES:]] for path in newest)
+        tails = (
+            [f"-- {path.name}", *path.read_text(errors="replace").splitlines()[-LOG_LINES:]]
+            for path in newest
+        )
         return "\n".join(line for tail in tails for line in tail)
 
     def end_pair(self) -> None:
@@ -202,26 +203,20 @@ class Servers:
     # -- asking --------------------------------------------------------------------------------------
 
     def compared(
-        self,
-        url: str,
-        decode: LaunchedProcess,
-        prompt: Sequence[int],
-        model: str = "llama",
-        *,
-        must_load: bool = True,
+        self, url: str, decode: LaunchedProcess, prompt: Sequence[int], model: str = "llama"
     ) -> Compared:
         """Ask a pair and the plain server the same. Nothing else may be in flight.
 
         Raises:
             WrongAnswerError: the answers differ by more than near-ties, or nothing was loaded.
         """
-        alone = asyncio.run(self.asked(self.plain(model).url, [prompt]))[0]
-        before = self._loaded(decode)
-        ours = asyncio.run(self.asked(url, [prompt], decode=decode))[0]
-        num_loaded = self._loaded(decode) - before
-        if must_load and num_loaded == 0:
+        (alone,) = self.ask(self.plain(model).url, [prompt])
+        before = self.metrics(decode)
+        (ours,) = self.ask(url, [prompt], decode=decode)
+        num_loaded = int(self.metrics(decode).get(LOADED, 0.0) - before.get(LOADED, 0.0))
+        if num_loaded == 0:
             raise WrongAnswerError(
-                f"nothing of a prompt of {len(prompt)} tokens was loaded: {ours.transfer_error}"
+                f"nothing of a prompt of {len(prompt)} tokens was loaded {ours.transfer_error}"
             )
         return Compared(ours, alone, num_loaded, self.near_ties(prompt, ours, alone, model))
 
@@ -244,7 +239,7 @@ class Servers:
             raise WrongAnswerError(f"the answer to a prompt of {len(prompt)} tokens has {found}")
         return len(found.near_ties)
 
-    async def asked(
+    def ask(
         self,
         url: str,
         prompts: Sequence[Sequence[int]],
@@ -259,18 +254,19 @@ class Servers:
             BrokenAnswerError: an answer is not whole.
         """
         max_tokens = max_tokens or self.scale.answer_tokens
-        asking = {"model": "model", **SCORES, **fields}
-        async with aiohttp.ClientSession() as session:
-            if decode is None:
-                found = [ask(session, url, prompt, max_tokens, **asking) for prompt in prompts]
-            else:
-                found = [
-                    ask_pair(session, url, prompt, max_tokens, decode=decode, **asking) for prompt in prompts
-                ]
-            answers = await asyncio.gather(*found)
+        asking = ask if decode is None else partial(ask_pair, decode=decode)
+
+        async def gather() -> list[Answer]:
+            async with aiohttp.ClientSession() as session:
+                more = {"model": "model", **SCORES, **fields}
+                return await asyncio.gather(
+                    *(asking(session, url, prompt, max_tokens, **more) for prompt in prompts)
+                )
+
+        answers = asyncio.run(gather())
         for answer in answers:
             answer.require(max_tokens)
-        return list(answers)
+        return answers
 
     def metrics(self, *servers: LaunchedProcess) -> dict[str, float]:
         """Return the totals of servers' metrics, as soon as those of loads no longer change."""
@@ -280,15 +276,6 @@ class Servers:
                 return await settled(session, servers)
 
         return asyncio.run(read())
-
-    def _loaded(self, decode: LaunchedProcess) -> int:
-        return int(self.metrics(decode).get(LOADED, 0.0))
-
-
-def _tail_of(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16_000))
-        return file.read().decode(errors="replace")
 
 
 def itl_s(answer: Answer) -> float:

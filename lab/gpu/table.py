@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from threading import Timer
 from typing import Any, Final
 
 from ..client import Answer, call, complete
 from ..demo.load import PLAIN
 from ..demo.report import Way
 from ..load import line, percentile
-from ..servers import LaunchedProcess
 from .report import SkippedError, Step
 from .servers import Compared, PairKind, Servers, WrongAnswerError, itl_s
 
@@ -86,6 +85,10 @@ def rows(servers: Servers, kind: PairKind, *router: str, lengths: Sequence[int] 
         )
 
 
+def grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float:
+    return after.get(name, 0.0) - before.get(name, 0.0)
+
+
 def need(condition: bool, why: str) -> None:
     if not condition:
         raise SkippedError(why)
@@ -111,7 +114,7 @@ def single(servers: Servers) -> Lines:
     yield from titles("prompt", "TTFT", "ITL", "least difference of a log probability from another prompt's")
     for num_tokens in servers.scale.lengths:
         prompts = [servers.prompt(num_tokens) for _ in range(1 + servers.scale.rounds)]
-        answers = [asyncio.run(servers.asked(url, [prompt]))[0] for prompt in prompts]
+        answers = [servers.ask(url, [prompt])[0] for prompt in prompts]
         unlike = [furthest(one, other) for one, other in pairwise(answers)]
         check(
             min(unlike) > servers.tolerance,
@@ -156,20 +159,19 @@ def preemption(servers: Servers) -> Lines:
     length, answer_tokens, at_once = 512, 256, 8
     # Room for four prompts, but not for four prompts with their answers.
     room = 4 * length + 2 * answer_tokens
-    block_size = 32 if servers.device == "cpu" else 16
-    pool = ("--block-size", str(block_size), "--num-gpu-blocks-override", str(room // block_size))
+    pool = ("--num-gpu-blocks-override", str(room // servers.scale.block_size))
     plain = servers.plain().url
     pair = servers.pair(PairKind("shm", arguments=(*pool, "--max-model-len", "1024")))
     prompts = [servers.prompt(length) for _ in range(at_once)]
     before = servers.metrics(pair.decode)
-    answers = asyncio.run(servers.asked(pair.router(*IN_TURN).url, prompts, answer_tokens))
+    answers = servers.ask(pair.router(*IN_TURN).url, prompts, answer_tokens)
     after = servers.metrics(pair.decode)
     ties = 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        alone = asyncio.run(servers.asked(plain, [prompt], answer_tokens))[0]
+        alone = servers.ask(plain, [prompt], answer_tokens)[0]
         ties += servers.near_ties(prompt, answer, alone)
     names = ("vllm:num_preemptions_total", "kvferry_load_seconds_count", "kvferry_load_failures_total")
-    preempted, loads, failures = (after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+    preempted, loads, failures = (grown(before, after, name) for name in names)
     yield (
         f"{at_once} requests at once in a pool of {room:,} tokens: {preempted:.0f} preemptions, {loads:.0f} loads, "
         f"{failures:.0f} failed loads; all answers are equal apart from {ties} near-ties."
@@ -191,7 +193,7 @@ def prefix_caches(servers: Servers) -> Lines:
     ):
         begun, rest = servers.prompt(512), servers.prompt(500)
         for server in knowing:
-            asyncio.run(servers.asked(server.url, [begun], 1))
+            servers.ask(server.url, [begun], 1)
         found = servers.compared(url, pair.decode, begun + rest)
         yield line(name, "equal", f"{len(begun + rest):,}", f"{found.num_loaded:,} tokens")
         fewer = pair.decode in knowing
@@ -204,50 +206,32 @@ def prefix_caches(servers: Servers) -> Lines:
 def kill_prefill(servers: Servers) -> Lines:
     """Kill the prefill server while its cache is read. The answer must come, and be right."""
     num_tokens = servers.scale.lengths[-1]
-    kind = PairKind("tcp", policy="recompute")
     for share in (0.2, 0.5):
-        pair = servers.pair(kind)
-        undisturbed = [
-            servers.compared(pair.router(*IN_TURN).url, pair.decode, servers.prompt(num_tokens)).ours
-            for _ in range(2)
-        ]
-        read_s = float(undisturbed[-1].transfer["seconds"])
+        pair = servers.pair(PairKind("tcp", policy="recompute"))
+        url = pair.router(*IN_TURN).url
+        # The first one's read is slower, because it makes the connection.
+        *_, undisturbed = (servers.compared(url, pair.decode, servers.prompt(num_tokens)) for _ in range(2))
+        read_s = float(undisturbed.ours.transfer["seconds"])
         prompt = servers.prompt(num_tokens)
-        wish = {"do_remote_decode": True}
-        offered = complete(pair.prefill.port, prompt, max_tokens=1, kv_transfer_params=wish)
+        (alone,) = servers.ask(servers.plain().url, [prompt])
+        offer = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        params = complete(pair.prefill.port, prompt, **offer)["kv_transfer_params"]
         before = servers.metrics(pair.decode)
-        answer = asyncio.run(killed(servers, pair.prefill, pair.decode, prompt, offered, read_s * share))
-        after = servers.metrics(pair.decode)
-        failures = after.get("kvferry_load_failures_total", 0.0) - before.get(
-            "kvferry_load_failures_total", 0.0
-        )
-        servers.near_ties(prompt, answer, asyncio.run(servers.asked(servers.plain().url, [prompt]))[0])
-        # The decode server answers further prompts, and alone.
-        asyncio.run(servers.asked(pair.decode.url, [servers.prompt(num_tokens)]))
+        killing = Timer(read_s * share, pair.prefill.kill)
+        killing.start()
+        (answer,) = servers.ask(pair.decode.url, [prompt], kv_transfer_params=params)
+        killing.join()
+        failures = grown(before, servers.metrics(pair.decode), "kvferry_load_failures_total")
+        servers.near_ties(prompt, answer, alone)
+        servers.ask(pair.decode.url, [servers.prompt(num_tokens)])  # it still answers
         servers.end_pair()
         what = (
-            "the load failed and the decode server computed the prompt" if failures else "the load had ended"
+            "the load failed, and the decode server computed the prompt" if failures else "the load had ended"
         )
         yield (
-            f"* killed {read_s * share * 1e3:.1f} ms after the request, of a read of {read_s * 1e3:.1f} ms: {what}; "
-            f"the answer is the plain server's, its first token came after {answer.ttft_s * 1e3:.0f} ms"
+            f"* killed {ms([read_s * share])} after the request, of a read of {ms([read_s])}: {what}; "
+            f"the answer is the plain server's, its first token came after {ms([answer.ttft_s])}"
         )
-
-
-async def killed(
-    servers: Servers,
-    prefill: LaunchedProcess,
-    decode: LaunchedProcess,
-    prompt: Sequence[int],
-    offered: dict[str, Any],
-    after_s: float,
-) -> Answer:
-    """Ask the decode server to load an offer, and kill the prefill server after so many seconds."""
-    params = offered["kv_transfer_params"]
-    asking = asyncio.create_task(servers.asked(decode.url, [prompt], kv_transfer_params=params))
-    await asyncio.sleep(after_s)
-    prefill.kill()
-    return (await asking)[0]
 
 
 def model(name: str, servers: Servers) -> Lines:
@@ -270,12 +254,15 @@ def sleep(servers: Servers) -> Lines:
     pair = servers.pair(PairKind("tcp", arguments=("--enable-sleep-mode",)))
     url = pair.router(*IN_TURN).url
     servers.compared(url, pair.decode, servers.prompt(1000))
-    for level in (1, 2):
+    calls: list[tuple[str, object]] = [
+        ("/wake_up?tags=weights", None),
+        ("/collective_rpc", {"method": "reload_weights"}),
+        ("/wake_up?tags=kv_cache", None),
+    ]
+    for level in (1, 2):  # 2 discards the weights
         for server in (pair.prefill, pair.decode):
-            call("POST", server.url, f"/sleep?level={level}")
-            call("POST", server.url, "/wake_up")
-            if level == 2:  # the weights were discarded
-                call("POST", server.url, "/collective_rpc", {"method": "reload_weights"})
+            for path, body in [(f"/sleep?level={level}", None), *calls]:
+                call("POST", server.url, path, body)
         found = servers.compared(url, pair.decode, servers.prompt(1000))
         yield f"* after a sleep of level {level}: equal, {found.num_loaded:,} tokens loaded"
 
@@ -307,13 +294,13 @@ def bench_serve(servers: Servers) -> Lines:
 
 def bench(servers: Servers, url: str, rate: float) -> dict[str, Any]:
     """Return the results of `vllm bench serve`."""
-    shape = (1000, 128) if servers.device == "cuda" else (200, 16)
+    num_requests, prompt_tokens, answer_tokens = servers.scale.load
     options = [
         *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", "model"),
         *("--tokenizer", str(servers.model("llama")), "--dataset-name", "random"),
-        *("--random-input-len", str(shape[0]), "--random-output-len", str(shape[1])),
+        *("--random-input-len", str(prompt_tokens), "--random-output-len", str(answer_tokens)),
         *("--random-range-ratio", "0.5", "--seed", str(int(rate * 100)), "--num-warmups", "2"),
-        *("--num-prompts", str(servers.scale.num_requests), "--request-rate", str(rate)),
+        *("--num-prompts", str(num_requests), "--request-rate", str(rate)),
         *("--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--ignore-eos"),
         *("--temperature", "0", "--disable-tqdm", "--save-result"),
         *("--result-dir", str(servers.folder), "--result-filename", "bench.json"),
@@ -329,7 +316,8 @@ def prove(servers: Servers) -> Lines:
     servers.close()
     command = [sys.executable, "-m", "kvferry", "prove", "--short", "--out", str(servers.folder / "prove")]
     if servers.device == "cuda":
-        sizes = " ".join(servers.scale.arguments[2:])
+        # The kit's pool has 96 blocks, and must hold its longest prompt of 2,048 tokens.
+        sizes = "--enforce-eager --block-size 32 --gpu-memory-utilization 0.2"
         command += [
             "--model",
             str(servers.model("llama")),
@@ -375,22 +363,22 @@ def version_of_vllm() -> tuple[int, ...]:
     return tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 
 
-def _step(name: str, limit_s: float, run: Callable[[Servers], Lines], about: str = "") -> Step[Servers]:
+def _step(name: str, limit_s: float, run: Callable[[Servers], Lines], about: str = "") -> Step:
     return Step(name, limit_s, about or (run.__doc__ or "").partition("\n")[0], run)
 
 
 STEPS: Final = (
-    _step("single", 150, single),
-    _step("pair-shm", 240, partial(pairs, "shm"), "compare pairs over shm, in both of vLLM's layouts"),
-    _step("pair-tcp", 240, partial(pairs, "tcp"), "the same over tcp, staged"),
-    _step("pair-nixl", 240, partial(pairs, "nixl"), "the same over nixl"),
+    _step("single", 200, single),
+    _step("pair-shm", 240, partial(pairs, "shm"), "Compare pairs over shm, in both of vLLM's layouts"),
+    _step("pair-tcp", 240, partial(pairs, "tcp"), "The same over tcp, staged"),
+    _step("pair-nixl", 240, partial(pairs, "nixl"), "The same over nixl"),
     _step("rendezvous", 150, rendezvous),
     _step("preemption", 150, preemption),
     _step("prefix-caches", 120, prefix_caches),
     _step("kill-prefill", 200, kill_prefill),
-    _step("mla", 180, partial(model, "mla"), "compare a pair with latent attention"),
-    _step("windows", 180, partial(model, "windows"), "compare a pair with sliding windows"),
-    _step("hybrid", 180, partial(model, "hybrid"), "compare a pair with attention and recurrent states"),
+    _step("mla", 180, partial(model, "mla"), "Compare a pair with latent attention"),
+    _step("windows", 180, partial(model, "windows"), "Compare a pair with sliding windows"),
+    _step("hybrid", 180, partial(model, "hybrid"), "Compare a pair with attention and recurrent states"),
     _step("nixl-connector", 150, nixl_connector),
     _step("sleep", 150, sleep),
     _step("bench-serve", 300, bench_serve),
