@@ -53,11 +53,10 @@ class PairKind:
     prefill_arguments: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
 
-    @property
-    def transfer(self) -> Mapping[str, Any]:
-        """vLLM's KV transfer configuration."""
+    def transfer(self, device: str) -> Mapping[str, Any]:
+        """Return vLLM's KV transfer configuration."""
         if not self.transport:
-            return NIXL
+            return {**NIXL, "kv_buffer_device": device}
         extra = {"transport": self.transport, "cross_layer_blocks": self.cross_layer}
         return {**KVFERRY, "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
 
@@ -115,7 +114,7 @@ class Servers:
 
     def model(self, name: str) -> Path:
         """Return the folder of a kind of model, which is written once."""
-        folder = self.folder / "models" / name
+        folder = self.folder / "models" / f"{name}-{self.device}"
         if not (folder / "tokenizer.json").exists():
             write_random_model(folder, self.scale.settings(name))
         return folder
@@ -129,7 +128,8 @@ class Servers:
         if self._plain is None or self._plain[0] != model or not self._plain[1].is_running:
             self._end_plain()
             with ExitStack() as stack:
-                server = self._start(stack.enter_context(Launcher(logs=self.folder)), "plain", model, None)
+                launcher = stack.enter_context(Launcher(logs=self.folder))
+                server = self._start(launcher, "plain", PairKind("", model=model), None)
                 server.wait_ready(self.scale.start_s)
                 self._plain = model, server, stack.pop_all()
         return self._plain[1]
@@ -140,41 +140,29 @@ class Servers:
             self.end_pair()
             with ExitStack() as stack:
                 launcher = stack.enter_context(Launcher(logs=self.folder))
-                own = (kind.prefill_arguments, ())
+                transfer = kind.transfer(self.device)
                 prefill, decode = (
-                    self._start(
-                        launcher,
-                        role,
-                        kind.model,
-                        kind.transfer,
-                        *kind.arguments,
-                        *arguments,
-                        environment={
-                            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                            **({"CUDA_VISIBLE_DEVICES": kind.gpus[number]} if kind.gpus else {}),
-                        },
-                    )
-                    for number, (role, arguments) in enumerate(zip(("prefill", "decode"), own, strict=True))
+                    self._start(launcher, role, kind, transfer) for role in ("prefill", "decode")
                 )
                 launcher.wait_ready([prefill, decode], self.scale.start_s)
                 self._pair = kind, Pair(prefill, decode, launcher), stack.pop_all()
         return self._pair[1]
 
     def _start(
-        self,
-        launcher: Launcher,
-        role: str,
-        model: str,
-        transfer: Mapping[str, Any] | None,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
+        self, launcher: Launcher, role: str, kind: PairKind, transfer: Mapping[str, Any] | None
     ) -> LaunchedProcess:
         self._number += 1
-        # vLLM serves sleep and wake only in its development mode.
-        variables = {"VLLM_SERVER_DEV_MODE": "1", **self.scale.environment, **(environment or {})}
-        words = [*self.scale.serve_arguments(model), *self._more, *arguments]
-        name = f"{self._number:02}-{role}"
-        return start_vllm(launcher, name, str(self.model(model)), words, transfer, environment=variables)
+        own = kind.prefill_arguments if role == "prefill" else ()
+        words = [*self.scale.serve_arguments(kind.model), *self._more, *kind.arguments, *own]
+        variables = {
+            "VLLM_SERVER_DEV_MODE": "1",  # vLLM serves sleep and wake only then
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **self.scale.environment,
+        }
+        if kind.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = kind.gpus[role == "decode"]
+        model, name = str(self.model(kind.model)), f"{self._number:02}-{role}"
+        return start_vllm(launcher, name, model, words, transfer, environment=variables)
 
     def logs(self) -> str:
         """Return the ends of the logs that were written last, also of servers that have ended."""

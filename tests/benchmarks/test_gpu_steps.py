@@ -186,6 +186,7 @@ class TestWhatIsMadeReady:
             ready.unpack(tmp_path / "kit", tmp_path / "site")
 
     def test_the_servers_configurations(self):
-        assert PairKind("").transfer["kv_connector"] == "NixlConnector"
-        extra = PairKind("shm", cross_layer=True).transfer["kv_connector_extra_config"]
-        assert extra == {"transport": "shm", "cross_layer_blocks": True}
+        nixl = PairKind("").transfer("cuda")
+        assert (nixl["kv_connector"], nixl["kv_buffer_device"]) == ("NixlConnector", "cuda")
+        ours = PairKind("shm", cross_layer=True).transfer("cuda")["kv_connector_extra_config"]
+        assert ours == {"transport": "shm", "cross_layer_blocks": True}
