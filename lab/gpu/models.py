@@ -25,6 +25,8 @@ _COMMON: Final = {
 #: A latent as large as that of the large models in DeepSeek-V2's form, for which kernels are made.
 _LATENT: Final = {
     "model_type": "deepseek_v2",
+    # With larger weights the attention is so sharp that two kernels for latents differ visibly.
+    "initializer_range": 0.06,
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,
     "q_lora_rank": None,

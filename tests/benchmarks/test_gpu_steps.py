@@ -121,6 +121,18 @@ class TestAllSteps:
         assert found["sleep"].why == "vLLM's CPU build cannot sleep"
         assert found["two-gpus"].why == "needs 2 GPUs, and 0 are here"
 
+    def test_the_newest_logs_are_shown_without_routes(self, tmp_path):
+        for number in range(4):
+            path = tmp_path / f"{number}-decode.log"
+            path.write_text("".join(f"line {line}\nRoute: /a INFO Route: /b\n" for line in range(50)))
+            os.utime(path, (number, number))
+        lines = Servers("cpu", tmp_path).logs().splitlines()
+        assert [line for line in lines if line.startswith("--")] == [
+            f"-- {number}-decode.log" for number in (1, 2, 3)
+        ]
+        assert lines[1:3] == ["line 10", "line 11"]
+        assert len(lines) == 3 * 41
+
     def test_the_command_lists_them_and_refuses_others(self):
         def call(*words):
             command = [sys.executable, "-m", "kvferry.lab.gpu", *words]
