@@ -94,6 +94,11 @@ def need(condition: bool, why: str) -> None:
         raise SkippedError(why)
 
 
+def need_package(*names: str) -> None:
+    """Skip the step unless one of these packages is installed."""
+    need(any(find_spec(name) is not None for name in names), f"{names[0]} is not installed")
+
+
 def check(condition: bool, what: str) -> None:
     if not condition:
         raise WrongAnswerError(what)
@@ -136,7 +141,8 @@ def furthest(one: Answer, other: Answer) -> float:
 
 def pairs(transport: str, servers: Servers) -> Lines:
     """Compare pairs over a transport, in both of vLLM's layouts."""
-    need(transport != "nixl" or find_spec("nixl") is not None, "nixl is not installed")
+    if transport == "nixl":
+        need_package("nixl_cu12", "nixl_cu13", "nixl")
     yield "A row of memory per layer:"
     yield ""
     yield from rows(servers, PairKind(transport), *IN_TURN)
@@ -242,7 +248,7 @@ def model(name: str, servers: Servers) -> Lines:
 
 def nixl_connector(servers: Servers) -> Lines:
     """Compare NixlConnector in the place of kvferry's connector."""
-    need(find_spec("nixl") is not None, "nixl is not installed")
+    need_package("nixl")  # what vLLM imports; it brings one of the others
     yield from rows(servers, PairKind(""), *IN_TURN)
 
 
@@ -336,11 +342,7 @@ def prove(servers: Servers) -> Lines:
 def two_gpus(servers: Servers) -> Lines:
     """Compare a pair with a GPU for each server."""
     need_gpus(servers, 2)
-    for transport in ("shm", "nixl") if find_spec("nixl") is not None else ("shm",):
-        yield f"{transport}:"
-        yield ""
-        yield from rows(servers, PairKind(transport, gpus=("0", "1")), *IN_TURN)
-        yield ""
+    yield from rows(servers, PairKind("shm", gpus=("0", "1")), *IN_TURN)
 
 
 def two_ranks(servers: Servers) -> Lines:
