@@ -129,8 +129,6 @@ ON_CPU: Final = Scale(
     load=(10, 200, 16),
     block_size=32,
     arguments="--max-model-len 2048 --max-num-batched-tokens 256 --distributed-executor-backend uni",
-    # The other backend for latents on CPUs needs AMX.
-    own_arguments={"hybrid": _WITH_STATES, "mla": "--attention-backend CPU_MLA"},
     # The engine computes in its server's process: two would spin while they wait for each other.
     environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     start_s=300.0,

@@ -219,8 +219,7 @@ class Servers:
             ours.token_ids,
             alone.token_ids,
             ask_alone(self.plain(model).port, ignore_eos=True),
-            # For latents vLLM computes a loaded prompt's last token with another kernel than a prompt.
-            tolerance=tolerance_of("bfloat16") if model == "mla" else self.tolerance,
+            tolerance=self.tolerance,
             logprobs=ours.logprobs,
             expected_logprobs=alone.logprobs,
         )

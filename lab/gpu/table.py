@@ -242,6 +242,9 @@ def kill_prefill(servers: Servers) -> Lines:
 
 def model(name: str, servers: Servers) -> Lines:
     """Compare a pair with another kind of model."""
+    # Even one server's answers differ then. tests/vllm/test_models.py has a pair on CPUs, of another shape.
+    is_exact = name != "mla" or servers.device == "cuda"
+    need(is_exact, "vLLM's two kernels for latents on CPUs differ by more than a near-tie")
     lengths = [length for length in servers.scale.lengths if length < 10_000]
     yield from rows(servers, PairKind("shm", model=name), *IN_TURN, lengths=lengths)
 

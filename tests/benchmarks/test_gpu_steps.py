@@ -115,7 +115,7 @@ class TestAllSteps:
         with closing(Servers("cpu", tmp_path)) as servers:
             found = {
                 name: run(next(each for each in STEPS if each.name == name), servers, 20.0, str)
-                for name in ("sleep", "two-gpus", "two-ranks")
+                for name in ("mla", "sleep", "two-gpus", "two-ranks")
             }
         assert {name: each.verdict for name, each in found.items()} == dict.fromkeys(found, Verdict.SKIPPED)
         assert found["sleep"].why == "vLLM's CPU build cannot sleep"
