@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..engine.progress import quiet_loading
+from ..prove.models import byte_tokenizer
 
 _COMMON: Final = {
     "vocab_size": 257,
@@ -133,3 +140,21 @@ ON_CPU: Final = Scale(
     environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     start_s=300.0,
 )
+
+
+def write_random_model(folder: Path, settings: Mapping[str, Any], seed: int = 0) -> Path:
+    """Write a model of any architecture with random weights in float32, and the tokenizer of bytes.
+
+    Args:
+        settings: Its configuration, with `model_type`.
+        seed: Seed of the weights. The same seed writes the same model.
+    """
+    config = AutoConfig.for_model(**settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.generation_config.eos_token_id = settings["eos_token_id"]
+    with quiet_loading():
+        model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

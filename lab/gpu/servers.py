@@ -18,9 +18,9 @@ from ..client import Answer, ask
 from ..demo.near_tie import ask_alone, compare, tolerance_of
 from ..demo.vllm_server import ask_pair
 from ..load import percentile
-from ..prove.models import TOKENS, write_random_model
+from ..prove.models import TOKENS
 from ..servers import KVFERRY, LaunchedProcess, Launcher, free_port, start_vllm
-from .models import ON_CPU, Scale
+from .models import ON_CPU, Scale, write_random_model
 from .report import LOG_LINES
 
 #: What vLLM counts of tokens that a connector loaded.

@@ -110,29 +110,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def write_random_model(folder: Path, settings: Mapping[str, Any], seed: int = 0) -> Path:
-    """Write a model of any architecture with random weights in float32, and the tokenizer of bytes.
-
-    Args:
-        settings: Its configuration, with `model_type`.
-        seed: Seed of the weights. The same seed writes the same model.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from kvferry.lab.engine.progress import quiet_loading
-
-    config = AutoConfig.for_model(**settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    model.generation_config.eos_token_id = settings["eos_token_id"]
-    with quiet_loading():
-        model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def write_tiny_image_model(folder: Path) -> Path:
     """Write a random Idefics3 model in float32: images of 32 x 32 pixels, each four vectors among the
     prompt's.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.lab.prove.models import write_random_model
+from kvferry.lab.gpu.models import write_random_model
 from tests.support.answers import Answer
 
 _COMMON = {
