@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import count, pairwise
 from threading import Timer
 from typing import Any, Final
 
@@ -293,22 +293,23 @@ def bench_serve(servers: Servers) -> Lines:
         "completed",
         *(f"{name} {share}" for name in ("TTFT", "ITL") for share in ("p50", "p99")),
     )
+    seeds = count()  # the same prompts would be cached from the other way
     for rate in servers.scale.rates:
         for name, router in ((PLAIN.name, plain), ("a pair", pair.router())):
-            found = bench(servers, router.url, rate)
+            found = bench(servers, router.url, rate, next(seeds))
             check(found["failed"] == 0, f"{found['failed']} requests failed: {found.get('errors')}")
             times = [found[f"p{share}_{figure}_ms"] for figure in ("ttft", "itl") for share in (50, 99)]
             yield line(f"{rate:g}", name, str(found["completed"]), *(f"{value:.1f} ms" for value in times))
 
 
-def bench(servers: Servers, url: str, rate: float) -> dict[str, Any]:
+def bench(servers: Servers, url: str, rate: float, seed: int) -> dict[str, Any]:
     """Return the results of `vllm bench serve`."""
     num_requests, prompt_tokens, answer_tokens = servers.scale.load
     options = [
         *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", "model"),
         *("--tokenizer", str(servers.model("llama")), "--dataset-name", "random"),
         *("--random-input-len", str(prompt_tokens), "--random-output-len", str(answer_tokens)),
-        *("--random-range-ratio", "0.5", "--seed", str(int(rate * 100)), "--num-warmups", "2"),
+        *("--random-range-ratio", "0.5", "--seed", str(seed), "--num-warmups", "2"),
         *("--num-prompts", str(num_requests), "--request-rate", str(rate)),
         *("--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--ignore-eos"),
         *("--temperature", "0", "--disable-tqdm", "--save-result"),
