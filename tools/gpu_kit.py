@@ -239,8 +239,9 @@ def main() -> int:
         fill(Path(folder), wheels, arguments.vllm, arguments.gpu)
         # The same packages give the same archive.
         owner = ["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mtime=@0"]
-        packed = ["-I", "xz -6 -T0", "-cf", str(arguments.output.absolute()), "."]
-        subprocess.run(["tar", *owner, *packed], cwd=folder, check=True)
+        part = arguments.output.absolute().with_suffix(".part")
+        subprocess.run(["tar", *owner, "-I", "xz -6 -T0", "-cf", str(part), "."], cwd=folder, check=True)
+    part.replace(arguments.output)
     size = arguments.output.stat().st_size
     print(f"{arguments.output}: {size / 2**20:.1f} MiB")
     if size > LIMIT_BYTES:
