@@ -337,10 +337,16 @@ def prove(servers: Servers) -> Lines:
             sizes,
         ]
     with (servers.folder / "prove.log").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, check=False)
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            status = process.wait()
+        finally:
+            # Not SIGKILL: it must end its servers, whose engines would go on and keep the GPU's memory.
+            process.terminate()
+            process.wait()
     table = servers.folder / "prove" / "table.md"
     yield table.read_text() if table.exists() else ""
-    check(done.returncode == 0, f"kvferry prove ended with status {done.returncode}: see {log.name}")
+    check(status == 0, f"kvferry prove ended with status {status}: see {log.name}")
 
 
 def two_gpus(servers: Servers) -> Lines:
