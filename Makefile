@@ -20,6 +20,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 RELEASE_ARGS ?=
 VERSIONS_ARGS ?=
+GPU_KIT_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
@@ -130,6 +131,14 @@ test-rdma: $(READY) ## run ucx and nixl over RDMA verbs in virtual machines, and
 .PHONY: test-gpu
 test-gpu: ## run everything that needs a GPU, and write build/gpu.md (8 minutes; needs PyTorch with CUDA)
 	$(PYTHON) tests/gpu/report.py $(TEST_ARGS)
+
+.PHONY: gpu-kit
+gpu-kit: ## build an archive of vLLM for a GPU machine without a network (37 MB): GPU_KIT_ARGS="--help"
+	$(PYTHON) tools/gpu_kit.py $(GPU_KIT_ARGS)
+
+.PHONY: test-gpu-vllm
+test-gpu-vllm: ## run vLLM with kvferry on a GPU, from that archive or installed, and write build/gpu-vllm.md (half an hour): TEST_ARGS="--help"
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m kvferry.lab.gpu $(TEST_ARGS)
 
 .PHONY: soak
 soak: $(READY) $(if $(LOSSES),$(VLLM_READY) build/nixl) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1; LOSSES=60: kill and freeze nodes under load, over each transport

@@ -432,7 +432,7 @@ def _signals_held_back() -> Iterator[None]:
     # A signal that is ignored stays ignored: the new process inherits that.
     handlers = {
         number: handler
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
         if callable(handler := signal.getsignal(number))
     }
     try:

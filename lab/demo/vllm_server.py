@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,7 +17,7 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 async def ask_pair(
     session: aiohttp.ClientSession,
     url: str,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_tokens: int,
     *,
     decode: LaunchedProcess,

