@@ -315,7 +315,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Client]]:
     with ExitStack() as stack:
         services = [
             stack.enter_context(
-                service_of(name, model, arguments=OPTIONS, address=f"shm://@kvferry-{name}-{os.getpid()}")
+                service_of(name, model, more=OPTIONS, address=f"shm://@kvferry-{name}-{os.getpid()}")
             )
             for name in ("features-prefill", "features-decode")
         ]
