@@ -58,7 +58,7 @@ def doors(spawn: Spawn, tiny_arguments: Sequence[str]) -> Iterator[Mapping[str, 
             "one": launcher.start_router("one", [prefill], [one]),
             "two": launcher.start_router("two", [prefill], [two]),
             "in turn": launcher.start_router("in-turn", [prefill], [one], "--rendezvous", "off"),
-            "local": launcher.start("local", "router", "--node", both.url),
+            "local": launcher.start("local", "router", "--port", "0", "--node", both.url),
         }
         launcher.wait_ready(doors.values(), START_TIMEOUT_S)
         yield {name: Client(door) for name, door in doors.items()}

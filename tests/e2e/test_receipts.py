@@ -73,7 +73,9 @@ def doors(
             "without keys": launcher.start_router("open", [prefill], [decode]),
             "with keys": launcher.start_router("closed", [prefill], [decode], "--api-key-file", str(keys)),
             "blind": launcher.start_router("to-blind", [prefill], [cannot], "--receipts", "asked"),
-            "local": launcher.start("local", "router", "--node", both.url, "--receipts", "asked"),
+            "local": launcher.start(
+                "local", "router", "--port", "0", "--node", both.url, "--receipts", "asked"
+            ),
         }
         launcher.wait_ready(doors.values(), START_TIMEOUT_S)
         yield {**doors, "prefill": prefill, "decode": decode, "node of local": both}

@@ -231,7 +231,7 @@ FEATURES: dict[str, list[Row]] = {
     "priorities": [Row({"priority": 3}, is_plain=True), chat({"priority": -3}, is_plain=True)],
     "truncated prompts": [
         Row({"truncate_prompt_tokens": 40}),
-        Row({"truncate_prompt_tokens": 40, "truncation_side": "left"}),
+        Row({"truncate_prompt_tokens": 40, "truncation_side": "right"}),
         Row({"prompt": TEXT * 32, "truncate_prompt_tokens": -1}),
     ],
     "token ids": [
