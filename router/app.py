@@ -31,6 +31,7 @@ from .http.access import ApiKeys, NodeAccess
 from .http.admin import admin_application
 from .http.api_pages import add_api_pages
 from .http.connections import is_overloaded, slot_of
+from .http.direct import DIRECT, send_whole
 from .http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint, endpoint_at
 from .http.errors import CLIENT_LEFT, ApiError, answered_status, error_middleware
 from .http.json_body import MAX_BODY_BYTES, read_json
@@ -38,6 +39,7 @@ from .http.recent_spans import span_routes
 from .http.serving import close_connections_while
 from .http.tracing import current_span, name_request, observed
 from .nodes.admin import node_routes
+from .nodes.calls import NodeCalls
 from .nodes.membership import Role
 from .nodes.pool import RETRY_AFTER_S, NodePool, NoNodeError, UpstreamNode, check_model
 from .nodes.reading import node_session, refuse_no_answers
@@ -140,6 +142,7 @@ class Router:
         for endpoint in ENDPOINTS:
             for method in endpoint.methods:
                 app.router.add_route(method, endpoint.path, self._answer)
+        app[DIRECT] = {each.path: self._answer for each in ENDPOINTS if each.way != "refused"}
         app.router.add_get("/v1/models", self._models.answer)
         app.router.add_get("/v1/models/{model:.+}", self._models.answer)
         app.router.add_get("/health", self._health)
@@ -223,6 +226,7 @@ class Router:
         access = self._node_access
         async with node_session(access, (access.present, self._verify_by_name, refuse_no_answers)) as session:
             self._services.session = session
+            calls = self._services.calls = NodeCalls(access, self._server_name)
             pools = self._prefill_pool, self._decode_pool
             async with contextlib.AsyncExitStack() as stack:
                 for pool in pools:
@@ -234,6 +238,7 @@ class Router:
                 for task in looking:
                     task.cancel()
                 await asyncio.gather(*looking, return_exceptions=True)
+            calls.close()
 
     # -- nodes ---------------------------------------------------------------------------------------
 
@@ -339,8 +344,7 @@ class Router:
                 # aiohttp would write the response after this middleware. Write it here, so that a drain waits
                 # for its last byte.
                 with contextlib.suppress(ConnectionError):
-                    await response.prepare(request)
-                    await response.write_eof()
+                    await send_whole(request, response)
             return response
         finally:
             self._num_under_way -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import math
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+import uvloop
 from yarl import URL
 
 from ..transports.errors import ConfigurationError
@@ -248,7 +250,8 @@ def _run(options: argparse.Namespace) -> None:
     link = open_link()
     try:
         with bind(options.host, options.port, is_shared=options.reuse_port) as listener:
-            asyncio.run(_serve(router, listener, link, options, limits, access, admin))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(router, listener, link, options, limits, access, admin))
     except StartupError as error:
         link.report(failed=str(error))
         raise
@@ -305,6 +308,7 @@ async def _serve(
         serving_admin(router.admin_application(stop.begin_drain, admin.port if admin else None), admin),
         serving(router.application(), listener, limits, access, open_paths) as server,
     ):
+        gc.freeze()  # what is here now stays, so no collection needs to look at it
         link.report(**place_of(listener), **({} if admin is None else {"admin": admin.port}))
         if admin is not None:
             say(f"router's admin endpoints on {admin.url}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401 - `getaddrinfo` would import it at its first call, which needs a descriptor
+import functools
 import ipaddress
 import selectors
 import socket
@@ -102,6 +103,7 @@ def malformed_address(text: str, scheme: str) -> ConfigurationError:
     return ConfigurationError(f"not a {scheme}://host:port address: {text!r}", key="address", value=text)
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Return whether traffic to `host` never leaves this machine.
 

@@ -27,7 +27,7 @@ FOLLOWED_PATHS = frozenset({COMPLETIONS, CHATS})
 REPLACEMENT = "\ufffd"
 _CREATED = re.compile(rb'("created":\s*)\d+')
 #: In a text the quotes would be escaped, so these are keys.
-_TOKEN_IDS = re.compile(rb'(,\s*)?"token_ids":\s*\[([\d,\s]*)\]')
+TOKEN_IDS = re.compile(rb'(,\s*)?"token_ids":\s*\[([\d,\s]*)\]')
 _PROMPT_TOKEN_IDS = re.compile(rb'"prompt_token_ids":\s*\[[\d,\s]*\]')
 
 
@@ -242,7 +242,7 @@ def take_token_ids(event: Event, *, keep: bool = False) -> tuple[Event | None, t
     Returns:
         The event for the client, and the ids. None: without the ids there would have been no event.
     """
-    if (found := _TOKEN_IDS.search(event.raw)) is None:
+    if (found := TOKEN_IDS.search(event.raw)) is None:
         has_prompt = not keep and b'"prompt_token_ids":[' in event.raw
         return (_without_prompt(event.raw) if has_prompt else event), ()
     token_ids = tuple(int(each) for each in found[2].split(b",") if each.strip())
@@ -252,7 +252,7 @@ def take_token_ids(event: Event, *, keep: bool = False) -> tuple[Event | None, t
         return None, token_ids
     # vLLM, which writes no spaces, writes null for what it was not asked; a reference node leaves it out.
     is_vllm = b'"token_ids":[' in event.raw
-    raw = _TOKEN_IDS.sub(rb'\1"token_ids":null' if is_vllm else b"", event.raw, count=1)
+    raw = TOKEN_IDS.sub(rb'\1"token_ids":null' if is_vllm else b"", event.raw, count=1)
     return _without_prompt(raw), token_ids
 
 

@@ -143,7 +143,7 @@ def prompts_of(body: Mapping[str, Any]) -> list[Any]:
     prompts = body.get("prompt")
     if not isinstance(prompts, list) or len(prompts) <= 1:
         return [prompts]
-    kinds = {type(one) for one in prompts}
+    kinds = set(map(type, prompts))
     if not kinds & {str, list}:
         return [prompts]
     if len(kinds) > 1:  # as vLLM and OpenAI do

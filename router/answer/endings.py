@@ -42,6 +42,7 @@ class Heard:
     Attributes:
         has_said: It has sent more of an answer than its frame.
         has_usage: It has sent the counts of tokens that follow an answer, or an error, which has none.
+        names_reasons: Its events have the field `finish_reason`.
         is_over: Nothing is missing: each choice has its reason, or the node has said why it failed.
         change: Turns its events into those for the client.
     """
@@ -49,10 +50,10 @@ class Heard:
     def __init__(self, num_choices: int, dialect: Dialect = _PLAIN) -> None:
         self._num_choices = num_choices
         self._dialect = dialect
-        self._names_reasons = False
+        self.names_reasons = False
         self._ended = set[int]()
         self.has_said = self.has_usage = self.is_over = False
-        self.change: Filter = _unchanged
+        self.change: Filter = unchanged
 
     def objection(self, event: Event) -> str:
         """Return why an event shows that the node gives the answer up, before it is added.
@@ -69,7 +70,7 @@ class Heard:
             return ""
         if not self.has_said:
             return EMPTY
-        return CUT if self._names_reasons else ""
+        return CUT if self.names_reasons else ""
 
     def missing(self) -> str:
         """Return what a stream lacks that ends here. Empty: nothing."""
@@ -92,7 +93,7 @@ class Heard:
         is_error = b'"error"' in event.raw and "error" in event.content
         self.has_usage = self.has_usage or is_error or _is_usage(event)
         if b'"finish_reason"' in event.raw:
-            self._names_reasons = True
+            self.names_reasons = True
             if _REASON.search(event.raw):  # parsing each event would take time
                 self._ended |= {_index(one) for one in choices_of(event.content) if _has_reason(one)}
         self.is_over = self.is_over or event.is_done or is_error or len(self._ended) >= self._num_choices
@@ -165,5 +166,6 @@ def _is_empty(choice: Any) -> bool:
     return choice.get("text") == ""
 
 
-def _unchanged(event: Event) -> Iterable[Event]:
+def unchanged(event: Event) -> Iterable[Event]:
+    """Pass an event on as it is."""
     return (event,)

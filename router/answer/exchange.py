@@ -21,12 +21,13 @@ from ...connector.p2p.params import RENDEZVOUS
 from ..choice.ways import Offer
 from ..http.errors import ApiError, unavailable
 from ..http.json_body import object_of
-from ..http.sse import DONE, Event
+from ..http.sse import DONE, Event, events_of
 from .beginnings import FOLLOWED_PATHS, Beginning, OtherTokenError, take_token_ids
 from .bill import Bill
 from .dialects import dialect_of
-from .endings import Heard, says_engine_ended
+from .endings import Heard, says_engine_ended, unchanged
 from .moves import Stop, stop_of
+from .plain import PlainBytes
 
 if TYPE_CHECKING:
     from ..nodes.pool import Tried, UpstreamNode
@@ -58,6 +59,8 @@ PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id"
 MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
 #: The fields that all events of a stream share.
 _HEAD = ("id", "object", "created", "model")
+#: What another node needs to go on with an answer is read when it is needed. This much of it waits for that.
+MAX_BEHIND_BYTES = 64 << 10
 _REPORTS = (b'"metrics"', b'"usage"', b'"error"')
 
 
@@ -319,7 +322,9 @@ class Exchange:
         self.is_alone = False
         self.offer: Offer | None = None
         self.decode: UpstreamNode | None = None
-        self.beginning: Beginning | None = None
+        self._beginning: Beginning | None = None
+        self._behind: deque[bytes] = deque()  # what `_beginning` has not read yet
+        self._num_behind = 0  # bytes
         self.moved_from: UpstreamNode | None = None
         self.failure: ApiError | None = None
         self.lost: list[Exception] = []
@@ -328,12 +333,23 @@ class Exchange:
         self.dialect = dialect_of(path)
         self.bill = Bill(self.dialect)
         self._explain = explain
+        self._plain = PlainBytes(self.dialect.last_events, hides_ids=not self._shows_ids)
         self._heard = self._new_heard()  # from the present decode node
-        self._last: Event | None = None  # that the client has with a part of the answer
+        self._last = b""  # events that the client has with a part of the answer
         self._load = _Load()  # of the present offer
 
     def __repr__(self) -> str:
         return f"<exchange {self.request_id!r}: {self.state.value}>"
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """What the client has; see above."""
+        self._read_behind(0)
+        return self._beginning
+
+    @beginning.setter
+    def beginning(self, beginning: Beginning | None) -> None:
+        self._beginning = beginning
 
     @property
     def request_id(self) -> str:
@@ -530,18 +546,18 @@ class Exchange:
         for event in events:
             if why := self._heard.objection(event) or self._error_to_move_for(event):
                 return [*self._sent(sent), *self._broke_off(why, is_lost=says_engine_ended(event.content))]
-            if self.beginning is not None:
+            if self._beginning is not None:
                 self.bill.heard(event)
                 if (stop := stop_of(event)) is not None:
                     event = stop.event
-            passed, token_ids = take_token_ids(event, keep=self._shows_ids)
+            passed, _ = take_token_ids(event, keep=self._shows_ids)
             try:
                 sent += () if passed is None else (event,) if event.is_comment else self._heard.change(passed)
             except OtherTokenError:
                 # The node did not choose its last tokens once more, so nothing true can follow them.
                 return self._fail(_lost("another node chose other tokens", "in the middle"))
-            if self.beginning is not None:
-                self.beginning.add(token_ids, event)
+            if self._beginning is not None:
+                self._note_behind(event.raw)
             self._heard.add(event)
             if self._heard.has_said:
                 self._forgive()
@@ -555,13 +571,51 @@ class Exchange:
         actions += self._sent(sent)
         return actions if stop is None else actions + self._stopped(stop)
 
+    def passed(self, chunk: bytes) -> tuple[bytes, int] | None:
+        """Pass on bytes of the decode node's stream that only carry more of the answer.
+
+        Called for every token.
+
+        Args:
+            chunk: Whole events.
+
+        Returns:
+            What the client gets, and the number of events. None: `events_arrived` has to look at them.
+        """
+        heard = self._heard
+        if not heard.has_said or heard.is_over or heard.change is not unchanged:
+            return None
+        if (passed := self._plain.passed(chunk)) is None:
+            return None
+        if b'"finish_reason"' in chunk:
+            heard.names_reasons = True
+            self._last = chunk
+        if self._beginning is not None:
+            self._note_behind(chunk)
+        return passed
+
+    def _note_behind(self, chunk: bytes) -> None:
+        self._behind.append(chunk)
+        self._num_behind += len(chunk)
+        self._read_behind(MAX_BEHIND_BYTES)
+
+    def _read_behind(self, max_bytes: int) -> None:
+        """Let the beginning read what was passed on, the oldest first, until this much is left."""
+        while self._num_behind > max_bytes:
+            chunk = self._behind.popleft()
+            self._num_behind -= len(chunk)
+            assert self._beginning is not None, "it was there when this came"
+            for event in events_of(chunk):
+                _, token_ids = take_token_ids(event, keep=True)
+                self._beginning.add(token_ids, event)
+
     def _sent(self, events: Sequence[Event]) -> Actions:
         for event in events:
             is_short = len(event.raw) <= MAX_TAIL_EVENT_BYTES or event.name in self.dialect.last_events
             if is_short and any(word in event.raw for word in _REPORTS):
                 self.tail.append(event)
             if b'"finish_reason"' in event.raw:
-                self._last = event
+                self._last = event.raw
             self.is_complete = self.is_complete or self._heard.is_last(event)
         return [Send(events)] if events else []
 
@@ -583,7 +637,7 @@ class Exchange:
         well.
         """
         is_error = b'"error"' in event.raw and "error" in event.content
-        if not is_error or self.beginning is None or not (self._heard.has_said or self._goes_on):
+        if not is_error or self._beginning is None or not (self._heard.has_said or self._goes_on):
             return ""
         return error_in(event.content) or "the node ended it with an error"
 
@@ -650,9 +704,9 @@ class Exchange:
         rest = [] if self.is_complete else [DONE]
         if rest and self._wants_usage and not self._heard.has_usage:
             usage = None if self.beginning is None else self.beginning.usage()
-            if usage is None or self._last is None:
+            if usage is None or not self._last:
                 return self._fail(error)
-            head = {key: each for key, each in self._last.content.items() if key in _HEAD}
+            head = {key: each for key, each in events_of(self._last)[0].content.items() if key in _HEAD}
             rest = [Event.of({**head, "choices": [], "usage": usage}), DONE]
         sent = self._sent(rest)
         return [*self._read_errors(self.tail), *sent, *self._end(End())]

@@ -173,7 +173,7 @@ async def _told(
         url = f"{node.url}/v1/completions"
         async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
             logger.debug("%s: %s answered %s: %d", exchange.request_id, node.url, request_id, response.status)
-            await read_whole(response)
+            await read_whole(response.content)
     except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
         # The lease will end the offer. A RuntimeError means that the session was closed meanwhile.
         logger.debug("%s: cannot tell %s: %s", exchange.request_id, node.url, reason_of(error))
@@ -187,8 +187,12 @@ def params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {key: value for key, value in params.items() if key != _PREFILLS_COUNT}
 
 
-def begun_of(answer: NodeAnswer) -> Begun:
-    """Read how a load has ended from the beginning of a decode node's answer."""
+def begun_of(answer: NodeAnswer, **known: Any) -> Begun:
+    """Read how a load has ended from the beginning of a decode node's answer.
+
+    Args:
+        known: What else `Begun` has.
+    """
     body = _error_event(answer.events) if answer.is_stream else answer.content
     is_whole = answer.status == 200 and not answer.is_stream
     return Begun(
@@ -196,6 +200,7 @@ def begun_of(answer: NodeAnswer) -> Begun:
         *(_result(answer, body), error_in(body)),
         objection=objection_to(answer.payload, body) if is_whole else "",
         content=answer.content,
+        **known,
     )
 
 

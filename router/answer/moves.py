@@ -16,7 +16,7 @@ from ..http.json_body import object_of
 from ..http.sse import Event
 from .beginnings import choice_of
 
-_SIGNS = f'"{MOVED}"'.encode(), STOPPED_TO_MOVE.encode()
+SIGNS = f'"{MOVED}"'.encode(), STOPPED_TO_MOVE.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Stop:
 
 def stop_of(event: Event) -> Stop | None:
     """Return what an event says of a stop; None if it is an ordinary one."""
-    if not any(sign in event.raw for sign in _SIGNS):
+    if not any(sign in event.raw for sign in SIGNS):
         return None  # parsing each event would take time
     content, choice = event.content, choice_of(event.content)
     if choice.get("finish_reason") == MOVED:

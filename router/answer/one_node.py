@@ -90,7 +90,7 @@ class OneNode:
                     request.method, url, json=body, headers={**headers, **span.headers}, timeout=timeout
                 )
                 async with asked as response:
-                    payload = await read_whole(response)
+                    payload = await read_whole(response.content)
         if response.status in (429, 502, 503) and body is not None:
             raise NodeGoneError(node, f"answered {response.status}", may_eject=response.status == 502)
         node.note_answered()

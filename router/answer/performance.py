@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -23,10 +23,12 @@ from aiohttp import web
 from ...connector.p2p.params import CLIENT_REQUEST_ID, REFUSED_TO_CONTINUE, RELEASE_AS, draw_offer_name
 from ..choice.fleet import Fleet, Progress
 from ..choice.ways import Facts, Offer, Options, named_offer
+from ..http.direct import Stream
 from ..http.errors import ApiError, note_answered
-from ..http.json_body import object_of
-from ..http.sse import Event
+from ..http.json_body import dumps, object_of
+from ..http.sse import Event, events_of
 from ..http.tracing import traced_params
+from ..nodes.calls import NodeCalls
 from ..nodes.membership import Role
 from ..nodes.pool import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from ..nodes.reading import NodeAnswer
@@ -76,7 +78,8 @@ class Services:
             it reports the policy `recompute`.
         fleet: What the nodes have to do.
         moves: The turns of answers that move to another node.
-        session: For requests to nodes.
+        session: For requests to nodes, other than those that begin an answer.
+        calls: For those.
     """
 
     prefill_pool: NodePool
@@ -89,6 +92,7 @@ class Services:
     sessions: Sessions = field(default_factory=Sessions)
     moves: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_MOVES))
     session: aiohttp.ClientSession = field(init=False)
+    calls: NodeCalls = field(init=False)
 
     def can_decode_alone(self, tried: Tried, body: Mapping[str, Any]) -> bool:
         """Whether a ready decode node that was not tried yet would compute a whole prompt itself."""
@@ -160,8 +164,8 @@ class Performance:
         self._mover: asyncio.Task[None] | None = None  # of this stream, or of the one before, which moves
         self._call: ExitStack | None = None  # the request to the decode node that has answered
         self._open: list[Offer] = []  # offers that were opened, and not settled yet
-        self._stream: web.StreamResponse | None = None
-        self._last_sent: Event | None = None
+        self._stream: Stream | None = None
+        self._last_sent = b""  # whole events
         self._whole: web.Response | None = None
         self._refusal: ApiError | None = None
 
@@ -225,14 +229,15 @@ class Performance:
 
     async def _follow(self, actions: Actions) -> None:
         await self._do_all(actions)
-        while self._calls:
+        while self._calls or self._answer is not None:
+            if self._answer is not None:
+                await self._do_all(await self._read(self._answer))
+                continue
             await asyncio.wait(self._calls.values(), return_when=asyncio.FIRST_COMPLETED)
             for role in ("prefill", "decode"):
                 if (call := self._calls.get(role)) is not None and call.done():
                     del self._calls[role]
                     await self._do_all(call.result()())
-            while self._answer is not None:
-                await self._do_all(await self._read(self._answer))
 
     # -- actions -------------------------------------------------------------------------------------
 
@@ -280,14 +285,19 @@ class Performance:
         match action:
             case does.Place():
                 return await self._place()
+            case does.AskPrefill(node=None):
+                # Nothing else can happen meanwhile, so this needs no task of its own.
+                return (await self._prefill(action))()
             case does.AskPrefill():
                 self._calls["prefill"] = call = asyncio.create_task(self._prefill(action))
-                if action.node is not None:
-                    action.node.num_at_once += 1
-                    call.add_done_callback(partial(_count_end, action.node))
+                assert action.node is not None, "the case above"
+                action.node.num_at_once += 1
+                call.add_done_callback(partial(_count_end, action.node))
                 await asyncio.sleep(0)  # it sends its request first
             case does.ChooseDecode():
                 return await self._choose_decode()
+            case does.AskDecode() if not self._calls:
+                return (await self._decode(action))()
             case does.AskDecode():
                 self._calls["decode"] = asyncio.create_task(self._decode(action))
             case does.AwaitPrefill():
@@ -545,14 +555,13 @@ class Performance:
             self._progress.answer_began(node.url)
             self._answer, self._has_come = answer, True
         exchange = self._exchange
-        begun = replace(
-            begun_of(answer),
+        first = next((event for event in answer.events if not event.is_comment), None)
+        begun = begun_of(
+            answer,
+            beginning=None if first is None else beginning_of(exchange.body, exchange.path, abilities, first),
             adds_loads=node.abilities.vllm_max_model_len > 0,
             computes_again=node.said.load_failure_policy != "fail",
         )
-        if (first := next((event for event in answer.events if not event.is_comment), None)) is not None:
-            beginning = beginning_of(exchange.body, exchange.path, abilities, first)
-            begun = replace(begun, beginning=beginning)
         actions = exchange.decode_answered(begun)
         if not answer.is_stream and exchange.state is does.State.ENDED:
             node.note_answered()
@@ -590,7 +599,7 @@ class Performance:
         assert node is not None, "it has answered"
         try:
             async with node.exchange():
-                events = await answer.more()
+                events = await answer.more(self._pass_on)
         except NodeGoneError as error:
             exchange.tried_decode[node] = error
             # A health check takes time, in which another node could go on with the answer.
@@ -604,6 +613,21 @@ class Performance:
         if exchange.failure is None and exchange.state is does.State.ENDED:
             node.note_answered()
         return actions
+
+    def _pass_on(self, chunk: bytes) -> bool:
+        """Write bytes of a stream that only carry more of the answer, at once. Called for every token.
+
+        A client that does not read makes this stop, and then the node has to wait as well.
+        """
+        stream = self._stream
+        if stream is None or not stream.may_write_now or (passed := self._exchange.passed(chunk)) is None:
+            return False
+        own, num = passed
+        stream.write_now(own)
+        self._last_sent = own
+        self._observer.sends(num)
+        self._progress.tokens_came(num)
+        return True
 
     async def _ask(
         self,
@@ -628,8 +652,8 @@ class Performance:
             body = {**body, "kv_transfer_params": traced_params(params, span)}
         headers = {**self._exchange.headers, **span.headers}
         async with node.exchange():
-            url = node.url + (path or self._exchange.path)
-            response = await self._services.session.post(url, json=body, headers=headers)
+            calls = self._services.calls
+            response = await calls.post(node.url, path or self._exchange.path, dumps(body), headers)
             stack.callback(response.close)
             answer = NodeAnswer(response)
             await answer.begin()
@@ -643,7 +667,7 @@ class Performance:
         return {} if choice is None else {PLACEMENT_HEADER: str(choice)}
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        stream = web.StreamResponse(status=status, headers=headers)
+        stream = Stream(status=status, headers=headers)
         await stream.prepare(self._request)
         self._stream = stream
 
@@ -685,7 +709,7 @@ class Performance:
     async def _write(self, events: Sequence[Event]) -> None:
         assert self._stream is not None, "begun before"
         await self._stream.write(b"".join(event.raw for event in events))
-        self._last_sent = events[-1]
+        self._last_sent = events[-1].raw
         if self._exchange.is_complete:
             note_answered(self._request, self._stream.status)
 
@@ -722,16 +746,17 @@ def _bug(error: Exception) -> ApiError:
 
 
 async def send_error(
-    request: web.Request, stream: web.StreamResponse, error: ApiError, last: Event | None = None
+    request: web.Request, stream: web.StreamResponse, error: ApiError, last: bytes = b""
 ) -> None:
     """End a stream with an error.
 
     Args:
-        last: The last event that the client has.
+        last: The last events that the client has.
     """
+    had = events_of(last)[-1:]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ERROR_SEND_S):
-            await stream.write(b"".join(event.raw for event in error_events(request.path, error, last)))
+            await stream.write(b"".join(event.raw for event in error_events(request.path, error, *had)))
             note_answered(request, stream.status)
             await stream.write_eof()
 

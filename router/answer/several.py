@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ..http.direct import Stream
 from ..http.errors import ApiError, note_answered
 from ..http.json_body import Fields, object_of
 from ..http.sse import DONE, Event
@@ -39,7 +40,7 @@ class MergedAnswer:
         self._num_bytes = 0
         self._ends: list[Mapping[str, Any]] = []  # of the parts' streams: the events with their usage
         self._receipts: dict[int, Any] = {}  # by the prompt's number
-        self._stream: web.StreamResponse | None = None
+        self._stream: Stream | None = None
         self._beginning = asyncio.Lock()
 
     async def answer(self, num_prompts: int, answer_one: AnswerOne, limit_s: float) -> web.StreamResponse:
@@ -162,7 +163,7 @@ class MergedAnswer:
             ):  # the parts run at the same time, and only one of them may begin the stream
                 if self._stream is None:
                     named = {**(headers or {}), **self._headers, "Cache-Control": "no-cache"}
-                    stream = web.StreamResponse(headers=named)
+                    stream = Stream(headers=named)
                     await stream.prepare(self._request)
                     self._stream = stream
         await self._stream.write(Event(b"data: " + json.dumps(content).encode() + b"\n\n").raw)

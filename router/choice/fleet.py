@@ -136,6 +136,7 @@ class Progress:
     """
 
     choice: Choice | None = None
+    _asked: Ask | None = None  # at the latest choice
 
     def __init__(self, fleet: Fleet, body: Mapping[str, Any]) -> None:
         self._fleet, self._body = fleet, body
@@ -151,12 +152,13 @@ class Progress:
         return self._fleet.prefixes.keys_of(self._body)
 
     def ask(self) -> Ask:
-        """Return what the choice of nodes depends on."""
+        """Return what the choice of nodes depends on, as it is now."""
         num_tokens, shares = self.num_tokens, self._fleet.prefixes.shares(self.keys)
         cached = {url: int(share * num_tokens) for url, share in shares.items()}
         limit = next(filter(None, map(self._body.get, LIMITS)), None)
         limit = min(limit, MAX_ANSWER_TOKENS) if type(limit) is int and limit > 0 else 0
-        return Ask(num_tokens, limit, cached, is_stream=self._body.get("stream") is True)
+        self._asked = Ask(num_tokens, limit, cached, is_stream=self._body.get("stream") is True)
+        return self._asked
 
     @cached_property
     def num_tokens(self) -> int:
@@ -169,7 +171,7 @@ class Progress:
         load, now, choice = self._fleet.load(url), self._fleet.clock(), self.choice
         self._marks[url] = self._fleet.prefixes.mark(url)
         spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
-        self._prompt = load, Work(self.ask().num_missing(load), now, spare_s)
+        self._prompt = load, Work((self._asked or self.ask()).num_missing(load), now, spare_s)
         load.prompt_asked(self._prompt[1])
         if choice is not None and choice.prefill is load and not choice.is_local:
             self._coming = choice.decode, Work(0, now + choice.ttft_s, choice.spare_s)
@@ -235,6 +237,6 @@ class Progress:
 def size_in_tokens(body: Mapping[str, Any]) -> int:
     """Return about how many tokens a prompt has."""
     prompt = next(filter(None, map(body.get, PROMPTS)), "")
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
         return len(prompt)
     return len(json.dumps(prompt, ensure_ascii=False).encode()) // BYTES_PER_TOKEN

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -399,7 +399,7 @@ class ClientTls:
     ) -> None:
         self._ca, self._certificate, self._key, self._prefix = ca, certificate, key, prefix
         self._files = [path for path in (ca, certificate, key) if path]
-        self._version = versions_of(self._files)
+        self.version = versions_of(self._files)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         if not ca:
@@ -409,9 +409,9 @@ class ClientTls:
     def refresh(self) -> None:
         """Load files that have changed."""
         version = versions_of(self._files)
-        if version == self._version:
+        if version == self.version:
             return
-        self._version = version
+        self.version = version
         try:
             # Try elsewhere first: a failure in the middle would leave a certificate without its key.
             self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
@@ -471,12 +471,30 @@ class NodeAccess:
         self, request: aiohttp.ClientRequest, handler: ClientHandlerType
     ) -> aiohttp.ClientResponse:
         """Present the key. This is a middleware of the client session."""
-        if refusal := self.refusal(request.url):
+        self.prepare(request.url)
+        request.headers.update(self.key_headers)
+        return await handler(request)
+
+    @property
+    def key_headers(self) -> Mapping[str, str]:
+        """The headers that present the key; empty if there is none."""
+        return self._key.headers
+
+    @property
+    def tls_version(self) -> object:
+        """Changes with the files of TLS, whose changes apply to later connections."""
+        return None if self._tls is None else self._tls.version
+
+    def prepare(self, url: URL) -> None:
+        """Prepare for a request to a node: look for changed files.
+
+        Raises:
+            aiohttp.ClientConnectionError: The key must not be sent there.
+        """
+        if refusal := self.refusal(url):
             raise aiohttp.ClientConnectionError(refusal)
         if self._tls is not None:
             self._tls.refresh()
-        request.headers.update(self._key.headers)
-        return await handler(request)
 
 
 def add_node_access_arguments(group: argparse._ArgumentGroup) -> None:

@@ -3,6 +3,9 @@
 aiohttp closes a connection that was idle for `keepalive_timeout`. It limits neither the number of connections
 nor the time until the first header, and it limits the size of a header only line by line. So `LimitedRunner`
 wraps aiohttp's protocol of each connection. The limit on requests is for handlers to apply, with `slot_of`.
+
+Requests that `direct` reads never reach aiohttp. A connection changes between the two only where both agree
+that the next byte begins a request.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import resource
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
+from .direct import DirectRequest, direct_handlers
 from .errors import ApiError, too_many_requests, unavailable
 from .json_body import MAX_BODY_BYTES
 
@@ -34,6 +39,8 @@ LATE_S = 0.1
 CATCH_UP_S = 0.5
 #: Close the connection of a client that reads nothing of its answer for this long.
 ANSWER_STALL_S = 60.0
+#: Seconds that requests have to end after a server has stopped accepting.
+SHUTDOWN_GRACE_S = 1.0
 #: Seconds between two log lines about refused connections.
 LOG_INTERVAL_S = 60.0
 
@@ -163,9 +170,9 @@ class LimitedRunner(web.AppRunner):
     """
 
     def __init__(self, app: web.Application, limits: ConnectionLimits, **settings: Any) -> None:
+        self._admission = _Admission(limits, app, settings["keepalive_timeout"])
         app.middlewares.insert(0, _note_requests)
         super().__init__(app, **settings)
-        self._admission = _Admission(limits)
         #: asyncio accepts up to this many connections before it reports the first one, so they are not
         #: counted yet.
         self.accepted_at_once = min(128, max(8, limits.max_connections // 4))
@@ -175,6 +182,11 @@ class LimitedRunner(web.AppRunner):
         """Makes the protocol of a new connection: aiohttp's, wrapped."""
         make = super().server
         return None if make is None else lambda: _Connection(self._admission, partial(_explaining, make))
+
+    async def cleanup(self) -> None:
+        """End all connections. Direct requests have as long as aiohttp gives its own."""
+        await self._admission.end_direct(SHUTDOWN_GRACE_S)
+        await super().cleanup()
 
 
 class _Handler(RequestHandler):
@@ -218,10 +230,16 @@ async def _note_requests(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 class _Admission:
-    """Counts connections, and decides which ones stay."""
+    """Counts connections, and decides which ones stay.
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    Attributes:
+        handlers: Of direct requests, by path.
+        keep_alive_s: How long a connection may be idle after a direct request.
+    """
+
+    def __init__(self, limits: ConnectionLimits, app: web.Application, keep_alive_s: float) -> None:
+        self.limits, self.app, self.keep_alive_s = limits, app, keep_alive_s
+        self.handlers = direct_handlers(app)
         self._busy: set[_Connection] = set()
         self._idle: dict[_Connection, None] = {}  # in the order in which they became idle
         self._refused: set[_Connection] = set()
@@ -257,6 +275,16 @@ class _Admission:
             self._busy.remove(connection)
             self._idle[connection] = None
 
+    async def end_direct(self, grace_s: float) -> None:
+        """End the connections that aiohttp knows nothing of."""
+        for connection in tuple(self._idle):
+            connection.abort()
+        if tasks := [each.answering for each in self._busy if each.answering is not None]:
+            _, late = await asyncio.wait(tasks, timeout=grace_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def leave(self, connection: _Connection) -> None:
         self._busy.discard(connection)
         self._idle.pop(connection, None)
@@ -275,19 +303,33 @@ class _Admission:
 
 
 class _Connection(asyncio.Protocol):
-    """Wraps aiohttp's protocol for one connection, and passes everything on to it."""
+    """Reads direct requests of one connection, and passes all others on to aiohttp's protocol.
+
+    Attributes:
+        answering: The task that answers a direct request; None while there is none.
+        is_open: The client has not left.
+        is_paused: The client has to read before more is written.
+    """
 
     def __init__(self, admission: _Admission, make_inner: Callable[[], asyncio.Protocol]) -> None:
         self._admission = admission
         self._make_inner = make_inner
         self._loop = asyncio.get_running_loop()
-        self._inner: asyncio.Protocol | None = None  # None if the connection was refused when it was made
+        self._inner: asyncio.Protocol | None = None  # made when it has something to read
         self._is_refused = False  # ignore what the client sends
         self._transport: asyncio.Transport
         self._num_requests = 0  # in flight
         self._timer: asyncio.TimerHandle | None = None  # runs while a header is due
         self._header: _HeaderSize | None = None  # None while no header is due, or after its end
         self._stall: asyncio.TimerHandle | None = None  # runs while the client reads nothing of its answer
+        self._keep_alive: asyncio.TimerHandle | None = None  # runs while nothing is asked
+        self._is_held = False
+        self._may_be_direct = bool(admission.handlers)  # the next byte begins a request
+        self._request: DirectRequest | None = None  # that is being read or answered
+        self._next = b""  # what the client has sent after it
+        self._writable: asyncio.Future[None] | None = None
+        self.answering: asyncio.Task[None] | None = None
+        self.is_open, self.is_paused = True, False
 
     @property
     def is_flushed(self) -> bool:
@@ -301,20 +343,31 @@ class _Connection(asyncio.Protocol):
     # -- asyncio's side ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport  # type: ignore[assignment]
         if not self._admission.admit(self, self._loop.time()):
             self._refuse(_TOO_MANY_CONNECTIONS)
             return
         self._expect_header()
-        self._inner = self._make_inner()
-        self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._inner is None or self._is_refused:
+        if self._is_refused:
+            return
+        if self._request is not None:
+            self._go_on(self._request, data)
             return
         if self._num_requests == 0 and self._timer is None:
+            self._stop(self._keep_alive)
             self._expect_header()  # another request begins
+        is_first = self._header is not None and self._header.size == 0 and self._num_requests == 0
+        if not is_first:
+            self._may_be_direct = False
+        elif self._may_be_direct:
+            if (direct := self._read_direct(data)) is not None:
+                self._begin(*direct)
+                return
+            # After a whole request without a body aiohttp expects another one, as this does. After anything
+            # else it may know more than this about where the next one begins, so it keeps the connection.
+            self._may_be_direct = _BARE.fullmatch(data) is not None
         if self._header is not None:
             self._header.add(data)
             if self._header.size > self._admission.limits.max_header_bytes:
@@ -322,27 +375,111 @@ class _Connection(asyncio.Protocol):
                 return
             if self._header.is_complete:
                 self._header = None
+        if self._inner is None:
+            self._inner = self._make_inner()
+            self._inner.connection_made(self._transport)
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         return None if self._inner is None else self._inner.eof_received()
 
     def pause_writing(self) -> None:
+        self.is_paused = True
         self._stall = self._loop.call_later(ANSWER_STALL_S, self.abort)
         if self._inner is not None:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        self.is_paused = False
         self._stop(self._stall)
+        self._wake()
         if self._inner is not None:
             self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop(self._timer)
-        self._stop(self._stall)
+        self.is_open = False
+        for timer in (self._timer, self._stall, self._keep_alive):
+            self._stop(timer)
         self._admission.leave(self)
+        if self.answering is not None:
+            self.answering.cancel()
+        self._wake()
         if self._inner is not None:
             self._inner.connection_lost(exc)
+
+    # -- direct requests -----------------------------------------------------------------------------
+
+    def _read_direct(self, data: bytes) -> tuple[DirectRequest, bytes] | None:
+        limits, app = self._admission.limits, self._admission.app
+        if (direct := DirectRequest.of(app, self, data)) is None:
+            return None
+        request, rest = direct
+        is_small = request.content_length <= limits.max_body_bytes
+        return direct if is_small and len(data) - len(rest) <= limits.max_header_bytes else None
+
+    def _begin(self, request: DirectRequest, rest: bytes) -> None:
+        self._request, self._header = request, None
+        self.request_began()
+        self._go_on(request, rest)
+        self.answering = self._loop.create_task(self._answer(request))
+
+    def _go_on(self, request: DirectRequest, data: bytes) -> None:
+        """Take in what has arrived while a direct request is read or answered."""
+        if rest := request.received(data):
+            self._next += rest
+            self.hold(True)  # until this request is answered
+
+    async def _answer(self, request: DirectRequest) -> None:
+        try:
+            await request.send(await self._admission.handlers[request.path](request))
+        except ConnectionError:
+            pass  # the client has left
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+        finally:
+            self.answering = self._request = None
+            self.request_ended()
+            if self.is_open:
+                self._end(request)
+
+    def _end(self, request: DirectRequest) -> None:
+        if not request.is_answered:
+            self.abort()
+        elif not request.is_whole:
+            self._close_softly()
+        elif not request.may_go_on:
+            self._transport.close()  # after what was written
+        else:
+            data, self._next = self._next, b""
+            self.hold(False)
+            if data:
+                # Not from here: a client that sends thousands of requests at once would fill the stack.
+                self._loop.call_soon(self.data_received, data)
+            else:
+                self._keep_alive = self._loop.call_later(self._admission.keep_alive_s, self.abort)
+
+    def write(self, data: bytes) -> None:
+        """Write now."""
+        self._transport.write(data)
+
+    async def writable(self) -> None:
+        """Wait until the client has read enough. Raises ConnectionError: it has left."""
+        while self.is_paused and self.is_open:
+            self._writable = self._writable or self._loop.create_future()
+            await asyncio.shield(self._writable)
+        if not self.is_open:
+            raise ConnectionResetError("the client has left")
+
+    def _wake(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    def hold(self, is_held: bool) -> None:
+        """Stop or go on reading."""
+        if is_held != self._is_held and self.is_open and not self._transport.is_closing():
+            self._is_held = is_held
+            (self._transport.pause_reading if is_held else self._transport.resume_reading)()
 
     # -- the application's side ----------------------------------------------------------------------
 
@@ -378,12 +515,18 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, answer: bytes) -> None:
         """Send an answer and ignore what the client sends from now on."""
-        self._stop(self._timer)
-        self._is_refused = True
         if not self._admission.may_explain(self):
+            self._is_refused = True
             self.abort()
             return
         self._transport.write(answer)
+        self._close_softly()
+
+    def _close_softly(self) -> None:
+        """Close the connection after what was written, and ignore what the client sends from now on."""
+        self._stop(self._timer)
+        self._is_refused = True
+        self.hold(False)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         # If we closed now, with unread bytes, the system would reset the connection and the client would lose
@@ -394,6 +537,13 @@ class _Connection(asyncio.Protocol):
     def _stop(timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()
+
+
+#: One whole request that has no body.
+_BARE = re.compile(
+    rb"GET [!-~]+ HTTP/1\.1\r\n"
+    rb"(?:(?!(?i:content-length|transfer-encoding|upgrade|expect))[!-9;-~]+:[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*\r\n"
+)
 
 
 class _HeaderSize:

@@ -7,9 +7,10 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from .errors import ApiError, bad_request
@@ -80,6 +81,34 @@ def _refusal(status: int, message: str) -> ApiError:
     return ApiError(status, message, kind="invalid_request_error")
 
 
+def loads(raw: bytes, constant: Callable[[str], float] = float) -> Any:
+    """Parse JSON. Integers of more than 64 bits become floats, which no node takes for an integer.
+
+    Args:
+        constant: What `NaN` and `Infinity` become, which Python writes although JSON has no such numbers.
+
+    Raises:
+        ValueError, RecursionError: As `json.loads`.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        # Python's own knows more, such as a mark at the beginning, and says better what is wrong.
+        return json.loads(raw.decode("utf-8-sig"), parse_constant=constant)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def dumps(value: Mapping[str, Any]) -> bytes:
+    """Write JSON."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # an integer of more than 64 bits, or half of a surrogate pair
+        return json.dumps(value).encode()
+
+
 def parse_json(raw: bytes) -> dict[str, Any]:
     """Parse a request's body.
 
@@ -90,7 +119,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     # find no garbage.
     gc.disable()
     try:
-        body = json.loads(raw.decode("utf-8-sig"))
+        body = loads(raw, _refuse_constant)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the request body is not valid JSON: {error}") from None
     finally:
@@ -165,7 +194,7 @@ def object_of(payload: bytes) -> Mapping[str, Any]:
     if _has_too_many_values(payload):
         return {}
     try:
-        value = json.loads(payload)
+        value = loads(payload)
     except (ValueError, RecursionError):
         return {}
     if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH and is_deeper_than(value, MAX_DEPTH):
@@ -180,7 +209,7 @@ def is_object(payload: bytes) -> bool:
     """
     if not _has_too_many_values(payload):
         try:
-            return isinstance(json.loads(payload), dict)
+            return isinstance(loads(payload), dict)
         except ValueError:
             return False
         except RecursionError:

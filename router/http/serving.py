@@ -35,7 +35,7 @@ from .access import (
     require_key,
     require_own_name,
 )
-from .connections import GATE, ConnectionLimits, LimitedRunner, RequestGate
+from .connections import GATE, SHUTDOWN_GRACE_S, ConnectionLimits, LimitedRunner, RequestGate
 from .json_body import BODY_TIMEOUT, MAX_BODY
 from .launcher_link import Link
 
@@ -47,8 +47,6 @@ EXIT_BAD_START = 2
 MOST_OPEN_FILES = 65536
 #: Connections that the system queues until we accept them.
 BACKLOG = 128
-#: Seconds that requests in flight have when the server stops.
-SHUTDOWN_GRACE_S = 1.0
 #: Seconds that a connection may be idle between two requests.
 KEEP_ALIVE_S = 75.0
 #: Read a refused body for this long, so that the client has finished sending when its connection is closed.

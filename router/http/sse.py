@@ -102,6 +102,11 @@ class Splitter:
         self._max_bytes = max_bytes
         self._rest = bytearray()
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether a part of the next event has arrived."""
+        return bool(self._rest)
+
     def add(self, chunk: bytes) -> list[Event]:
         """Return the events that are complete with a chunk.
 

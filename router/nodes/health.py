@@ -174,7 +174,7 @@ class Prober:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             url = f"{self._url}/v1/completions"
             async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
-                payload = await read_whole(response, MAX_HEALTH_BYTES)
+                payload = await read_whole(response.content, MAX_HEALTH_BYTES)
                 if response.status < 500 and response.status != 429:
                     told = _object(payload).get("kv_transfer_params")
                     told = told if isinstance(told, dict) else {}
@@ -198,7 +198,7 @@ class Prober:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with session.get(f"{self._url}{path}", timeout=timeout) as response:
-                payload = await read_whole(response, MAX_HEALTH_BYTES)
+                payload = await read_whole(response.content, MAX_HEALTH_BYTES)
                 if response.status == 200:
                     return _object(payload)
         return {}
@@ -209,7 +209,7 @@ async def _ask_metrics(session: aiohttp.ClientSession, url: str, timeout_s: floa
     with contextlib.suppress(TimeoutError, aiohttp.ClientError):
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(f"{url}/metrics", timeout=timeout) as response:
-            return await read_whole(response, MAX_METRICS_BYTES) if response.status == 200 else b""
+            return await read_whole(response.content, MAX_METRICS_BYTES) if response.status == 200 else b""
     return b""
 
 
@@ -247,7 +247,7 @@ async def ask_health(
         async with session.get(f"{url}{path}", timeout=timeout) as response:
             if response.status in NOT_FOUND:
                 return None
-            payload = await read_whole(response, MAX_HEALTH_BYTES)
+            payload = await read_whole(response.content, MAX_HEALTH_BYTES)
             return _answered(path, response.status, payload)
     except TimeoutError:
         return Health(None, f"{path} did not answer within {timeout_s:g} s", ends_requests=True)

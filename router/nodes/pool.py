@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -357,31 +358,21 @@ class UpstreamNode:
         self._status.check_error = why
         self.end_exchanges()
 
-    @contextlib.asynccontextmanager
-    async def exchange(self) -> AsyncIterator[None]:
+    def exchange(self) -> _Exchange:
         """Wait for the node inside the block until health checks find it gone. There is no other limit.
 
         Raises:
             NodeGoneError: The connection broke, or health checks found the node gone.
         """
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                self._exchanges.add(limit)
-                try:
-                    yield
-                finally:
-                    self._exchanges.discard(limit)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            if limit.expired():
-                # Not lost: when the router's machine stands still, it finds all nodes silent at once. A
-                # process that ends breaks its connections.
-                raise NodeGoneError(self, self._why_ended, is_explained=True) from None
-            self.num_connection_failures += 1
-            self.doubt_identity()  # another process may be at this address by now
-            self.suspect()
-            reason, may_eject = reason_of(error), not is_local(error)
-            raise NodeGoneError(self, reason, may_eject=may_eject, is_lost=_had_request(error)) from error
+        return _Exchange(self)
+
+    def _broke(self, error: Exception) -> NodeGoneError:
+        """Take in that a connection broke."""
+        self.num_connection_failures += 1
+        self.doubt_identity()  # another process may be at this address by now
+        self.suspect()
+        reason, may_eject = reason_of(error), not is_local(error)
+        return NodeGoneError(self, reason, may_eject=may_eject, is_lost=_had_request(error))
 
     def end_exchanges(self) -> None:
         """End every exchange in flight with `last_error`."""
@@ -439,6 +430,35 @@ class UpstreamNode:
 
 #: The nodes tried for one request, each with its error. None: no error so far.
 Tried = dict[UpstreamNode, NodeGoneError | None]
+
+
+class _Exchange:
+    """See `UpstreamNode.exchange`. A generator in its place would take a twentieth of a request's time."""
+
+    __slots__ = ("_limit", "_node")
+
+    def __init__(self, node: UpstreamNode) -> None:
+        self._node, self._limit = node, asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._node._exchanges.add(self._limit)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        node, limit = self._node, self._limit
+        node._exchanges.discard(limit)
+        try:
+            await limit.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            error = late
+        if isinstance(error, aiohttp.ClientError | TimeoutError):
+            if limit.expired():
+                # Not lost: when the router's machine stands still, it finds all nodes silent at once. A
+                # process that ends breaks its connections.
+                raise NodeGoneError(node, node._why_ended, is_explained=True) from None
+            raise node._broke(error) from error
 
 
 class NodePool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 from aiohttp import ClientHandlerType, ClientMiddlewareType
@@ -18,6 +18,9 @@ from aiohttp import ClientHandlerType, ClientMiddlewareType
 from ..http.access import NodeAccess
 from ..http.json_body import object_of
 from ..http.sse import Event, EventTooLongError, Splitter
+
+if TYPE_CHECKING:
+    from .calls import NodeResponse, Take
 
 #: The largest whole answer, and the largest event of a stream. The largest legitimate ones have log
 #: probabilities: this is enough for about 25,000 tokens with 20 alternatives each. An answer without them has
@@ -58,21 +61,32 @@ async def refuse_no_answers(
         NoAnswerError: The node does one of these.
     """
     response = await handler(request)
-    why = ""
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if 300 <= response.status < 400:
-        why = f"answered {response.status}: the router follows no redirects; give the node's own URL"
-    elif not 200 <= response.status < 600:
-        why = f"answered {response.status}, which is no status of an answer"
-    elif encoding.lower() != "identity":
-        why = f"compressed its answer ({encoding[:40]!r}), for which the router did not ask"
-    if why:
+    if why := why_no_answer(response.status, response.headers):
         response.close()
         raise NoAnswerError(why)
     return response
 
 
-async def read_whole(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+def why_no_answer(status: int, headers: Mapping[str, str]) -> str:
+    """Return why a response is no answer, by its header; empty if it may be one."""
+    encoding = headers.get("Content-Encoding", "identity")
+    if 300 <= status < 400:
+        return f"answered {status}: the router follows no redirects; give the node's own URL"
+    if not 200 <= status < 600:
+        return f"answered {status}, which is no status of an answer"
+    if encoding.lower() != "identity":
+        return f"compressed its answer ({encoding[:40]!r}), for which the router did not ask"
+    return ""
+
+
+class Readable(Protocol):
+    """The body of a response."""
+
+    async def readany(self) -> bytes:
+        """Return bytes that were not read yet; none at its end."""
+
+
+async def read_whole(body: Readable, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
     """Return the body of a node's answer.
 
     Raises:
@@ -81,7 +95,7 @@ async def read_whole(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSW
     """
     pieces: list[bytes] = []
     num_bytes = 0
-    while piece := await response.content.readany():
+    while piece := await body.readany():
         pieces.append(piece)
         num_bytes += len(piece)
         if num_bytes > max_bytes:
@@ -100,7 +114,7 @@ class NodeAnswer:
             failed.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: NodeResponse) -> None:
         self.response = response
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
@@ -128,13 +142,16 @@ class NodeAnswer:
             self.events += events
         self.payload = b"".join(event.raw for event in self.events)
 
-    async def more(self) -> list[Event] | None:
+    async def more(self, take: Take | None = None) -> list[Event] | None:
         """Return the next events of a stream, which may be none yet. None: it has ended.
+
+        Args:
+            take: Is offered what arrives meanwhile, if it is whole events, and may take it.
 
         Raises:
             aiohttp.ClientError: See `begin`; or an event is none of an answer.
         """
-        chunk = await self.response.content.readany()
+        chunk = await self.response.readany(None if self._splitter.has_rest else take)
         self._num_bytes += len(chunk)
         try:
             events = self._splitter.add(chunk) if chunk else self.rest()

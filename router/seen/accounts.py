@@ -104,7 +104,7 @@ async def _fetch(question: Question, session: aiohttp.ClientSession, server_name
                 server_hostname=server_name or None,
             ) as response,
         ):
-            text = (await read_whole(response, _MAX_BYTES)).decode(errors="replace")
+            text = (await read_whole(response.content, _MAX_BYTES)).decode(errors="replace")
     except TimeoutError as error:
         raise NotToldError(
             f"timed out after {question.timeout_s:g} s waiting for the whole answer"

@@ -14,8 +14,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from ...connector.spans import PART, PREFIX, Span
 from ..answer.bill import Count, count_of, num_prompt_of, usage_in
@@ -62,8 +62,7 @@ LOST_CALLS: Final[Mapping[str, Role]] = {
 Kind = Literal["routing", "queue", "prefill", "exposed", "decode", "lost"]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a request's time. The parts of a request follow each other without a gap.
 
     Attributes:
@@ -79,8 +78,7 @@ class Part:
     includes: tuple[Kind, ...] = ()
 
 
-@dataclass(frozen=True)
-class Marks:
+class Marks(NamedTuple):
     """What the span of a request has for the page, besides `placement`. Times are from the arrival.
 
     Attributes:
@@ -97,8 +95,7 @@ class Marks:
     failure: str = ""
 
 
-@dataclass(frozen=True)
-class CallMarks:
+class CallMarks(NamedTuple):
     """What the span of a call has for the page: what the router saw, and what the node's answer says.
 
     A node may leave out anything, and what it says is not to be trusted.
@@ -143,9 +140,17 @@ def mark(span: Span, **marks: str | float | None) -> None:
 
 def marks_of(kind: type[T], span: Span) -> T:
     """Return what `mark` has set."""
-    names = {each.name: PREFIX + each.name for each in fields(kind)}
     found: dict[str, Any] = span.attributes
-    return kind(**{name: found[key] for name, key in names.items() if key in found})
+    return kind(**{name: found[key] for name, key in _KEYS[kind].items() if key in found})
+
+
+def marked(span: Span, name: str) -> Any:
+    """Return one field that `mark` has set; None if it has not."""
+    return span.attributes.get(PREFIX + name)
+
+
+#: Of the fields, in a span's attributes.
+_KEYS: Final = {kind: {name: PREFIX + name for name in kind._fields} for kind in (Marks, CallMarks)}
 
 
 def mark_answer(call: Span, answer: Mapping[str, Any], names: UsageNames) -> None:
@@ -171,8 +176,7 @@ def mark_answer(call: Span, answer: Mapping[str, Any], names: UsageNames) -> Non
     )
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A call of a node. Times are in seconds from the request's arrival.
 
     Attributes:
@@ -241,8 +245,8 @@ class RequestRecord:
 
     def ended(self, status: int) -> None:
         """Note the end of the answer, once. A failure that was noted before keeps its own status."""
-        if self.marks.ended_s is None:
-            mark(self.span, ended_s=self.now_s, status=self.marks.status or status)
+        if marked(self.span, "ended_s") is None:
+            mark(self.span, ended_s=self.now_s, status=marked(self.span, "status") or status)
 
 
 class View:
@@ -270,7 +274,7 @@ class View:
         ends = [
             each.start
             for each in later
-            if each.name in ("prefill_call", call.name) or marks_of(CallMarks, each).is_alone
+            if each.name in ("prefill_call", call.name) or marked(each, "is_alone")
         ]
         events = (event for event in self._record.span.events if LOST_CALLS.get(str(event["name"])) == role)
         ends += [at for at in (float(event["at"]) for event in events) if at > call.start]
@@ -354,7 +358,7 @@ class View:
         end_s = self.first_token_s or 0.0
         # The decode node's part begins with the step that gives the first token.
         return [
-            replace(part, seconds=min(part.seconds, end_s - part.start_s))
+            part._replace(seconds=min(part.seconds, end_s - part.start_s))
             for part in self.parts()
             if part.start_s < end_s
         ]
@@ -442,7 +446,9 @@ class RecentRequests:
             record.failed(error.status, str(error))
             raise
         except (asyncio.CancelledError, ConnectionError):
-            if record.marks.ended_s is None:  # a client may disconnect as soon as it has the last byte
+            if (
+                marked(record.span, "ended_s") is None
+            ):  # a client may disconnect as soon as it has the last byte
                 record.failed(CLIENT_LEFT, "the client left before the answer was complete")
             raise
         finally:
@@ -579,7 +585,7 @@ class Observer:
         span = self._span.child(f"{role}_call")
         span.set(node=node)
         if role == "prefill":
-            mark(self._span, attempts=self._record.marks.attempts + 1)
+            mark(self._span, attempts=(marked(self._span, "attempts") or 0) + 1)
         elif self._exchange.is_alone:
             mark(span, is_alone=True)
         self._calls[role] = span
@@ -611,9 +617,9 @@ class Observer:
         names = self._exchange.dialect.usage
         if not answer.keys() & {"metrics", "usage", "error", names.inside}:
             return
-        if "metrics" in answer or not marks_of(CallMarks, call).is_split:
+        if "metrics" in answer or not marked(call, "is_split"):
             mark_answer(call, answer, names)
-        if not self._record.marks.failure:
+        if not marked(self._span, "failure"):
             mark(self._span, failure=text_in(mapping_in(answer, "error"), "message", MAX_ERROR_CHARS))
 
     def handoff_failed(self, why: str) -> None:

@@ -4,6 +4,7 @@ simulator of the whole stack find.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,24 @@ class MovesWithTheFirstEventOnly(Exchange):
         actions = super().events_arrived(events)
         self.beginning = before
         return actions
+
+
+class ForgetsWhatItPassedOn(Exchange):
+    """Bytes that are passed on unread are not kept for another node."""
+
+    def passed(self, chunk: bytes) -> tuple[bytes, int] | None:
+        before = tuple(self._behind), self._num_behind
+        passed = super().passed(chunk)
+        self._behind, self._num_behind = deque(before[0]), before[1]
+        return passed
+
+
+class PassesAnEndOn(Exchange):
+    """Bytes are passed on whatever they say."""
+
+    def passed(self, chunk: bytes) -> tuple[bytes, int] | None:
+        self._plain.count = lambda chunk: chunk.count(b"\n\n")  # type: ignore[method-assign]
+        return super().passed(chunk)
 
 
 class MovesAnswersThatAreOver(Exchange):
@@ -247,6 +266,8 @@ BUGS: Mapping[type[Exchange], str] = {
     DropsAnEvent: "the client gets each byte of one answer, once and in order",
     GivesAnswersUp: "an error is given only if no node could answer",
     MovesWithTheFirstEventOnly: "",  # a node that goes on knows too little, or a stop is not noticed
+    ForgetsWhatItPassedOn: "",  # the next node is told too few tokens
+    PassesAnEndOn: "",  # an end is taken for a part of the answer
     MovesAnswersThatAreOver: "no node is asked to go on with an answer that is over",
     MovesToTheLostNode: "a node that was lost is not asked again",
     LeavesTheLostStreamOpen: "",  # a second one begins, or it outlasts the exchange

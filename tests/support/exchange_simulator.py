@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 from kvferry.router.answer import exchange as does
 from kvferry.router.answer.beginnings import OtherTokenError
-from kvferry.router.answer.exchange import MAX_LOST, Action, Begun, Exchange, State
+from kvferry.router.answer.exchange import MAX_LOST, Action, Actions, Begun, Exchange, State
 from kvferry.router.choice.ways import Offer
 from kvferry.router.http.errors import ApiError
-from kvferry.router.http.sse import DONE, Event
+from kvferry.router.http.sse import DONE, Event, events_of
 
 from .explore import PromiseBroken
 
@@ -537,7 +537,7 @@ class Schedule:
         events, self.stream = self.stream[:num], self.stream[num:]
         if self.may_stop(events):
             events[-1], self.stream, self.breaks_off = self.stopped_at(events[-1]), [], False
-        return self.exchange.events_arrived(events)
+        return arrived(self.exchange, events)
 
     def may_stop(self, events: Sequence[Event]) -> bool:
         """Draw whether the node stops the answer with the last of these events, for another node to go on
@@ -558,6 +558,19 @@ class Schedule:
             return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": null, "metrics": {}}'))
         self.stopped.append(number := 1000 + len(self.stopped))
         return Event(raw.replace(b"]}]}", b']}], "kv_transfer_params": {"n": %d}, "metrics": {}}' % number))
+
+
+def arrived(exchange: Exchange, events: Sequence[Event]) -> Actions:
+    """Give an exchange events as the router does: what only carries more of the answer is passed on as bytes.
+
+    It does so while nothing else is under way, so not with all of them.
+    """
+    passed = exchange.passed(b"".join(event.raw for event in events)) if len(events) % 2 else None
+    if passed is None:
+        return exchange.events_arrived(events)
+    own, num = passed
+    assert num == len(events)
+    return [does.Send(events_of(own))]
 
 
 def run_drawn(seed: int, kind: type[Exchange] = Exchange) -> None:

@@ -12,8 +12,9 @@ import resource
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from aiohttp import web
 
 from kvferry.lab.node.cli import parse_arguments
 from kvferry.router.http.connections import ConnectionLimits
+from kvferry.router.http.direct import DIRECT
 from kvferry.router.http.errors import error_middleware
 from kvferry.router.http.json_body import MAX_BODY_BYTES, read_json
 from kvferry.router.http.serving import StartupError, bind, serving
@@ -109,6 +111,19 @@ async def echo(request: web.Request) -> web.Response:
     return web.json_response(await read_json(request))
 
 
+#: Whether requests to `/echo` are read directly, as a router reads those for answers, or by aiohttp.
+READ_DIRECTLY: ContextVar[bool] = ContextVar("READ_DIRECTLY", default=False)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["aiohttp", "direct"])
+def read_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param and "router_with_few" in request.node.name:
+        pytest.skip("it has a server of its own")
+    token = READ_DIRECTLY.set(request.param)
+    yield
+    READ_DIRECTLY.reset(token)
+
+
 @asynccontextmanager
 async def place(**limits: Any) -> AsyncIterator[Place]:
     app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
@@ -117,6 +132,8 @@ async def place(**limits: Any) -> AsyncIterator[Place]:
             place = Place(listener.getsockname()[1], stack)
             app.router.add_post("/echo", echo)
             app.router.add_get("/held", place.held)
+            if READ_DIRECTLY.get():
+                app[DIRECT] = {"/echo": echo}
             await stack.enter_async_context(serving(app, listener, ConnectionLimits(**limits)))
             stack.callback(place.let_go.set)
             yield place

@@ -25,6 +25,7 @@ from kvferry.router.http.endpoints import COMPLETIONS
 from kvferry.router.http.errors import ApiError
 from kvferry.router.http.sse import DONE, Event
 
+from ..exchange_simulator import arrived
 from .network import Clock, Network, require
 from .node import Call, SimulatedNode
 
@@ -408,7 +409,7 @@ class Client:
         exchange, events = self.exchange, [Event(each) for each in raw]
         if self._has_stream:
             self.progress.tokens_came(len(events))
-            self._follow(partial(exchange.events_arrived, events))
+            self._follow(partial(arrived, exchange, events))
             return
         self._has_stream = True
         if exchange.is_alone:
