@@ -198,14 +198,13 @@ class Bill:
     def _mended_object(self, content: Mapping[str, Any], *, is_last: bool) -> dict[str, Any] | None:
         if (said := content.get("usage")) is None:
             return None
-        rest = {key: value for key, value in content.items() if key != "usage"}
         if (usage := self._checked(said)) is None:
-            return rest
+            return {key: value for key, value in content.items() if key != "usage"}
         if (own := _cached(usage, self._names)) is not None:
             self._attempt.own = own
         if is_last or own is not None:
             usage = self._with_cached(usage)
-        return None if usage == said else {**rest, "usage": usage}
+        return None if usage == said else {**content, "usage": usage}
 
     def _with_cached(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         names = self._names

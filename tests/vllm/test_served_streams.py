@@ -90,6 +90,8 @@ def unmerged(answer):
     text = "".join(choice["text"] for choice in choices)
     token_ids = [token for choice in choices for token in choice["token_ids"] or ()]
     blank = [re.sub(r'"text":"([^"\\]|\\.)*"', '"text":""', event) for event in events]
+    # What a server has cached depends on what it was asked before.
+    blank = [re.sub(r'"cached_tokens":\d+', '"cached_tokens":0', event) for event in blank]
     blank = [re.sub(r'"token_ids":\[[\d,]*\]', '"token_ids":[]', event) for event in blank]
     return text, token_ids, list(dict.fromkeys(blank))
 
@@ -121,7 +123,9 @@ def others(model, tmp_path_factory):
         scale_tensor(folder, f"model.layers.{layer}.mlp.up_proj.weight", -1.5)
     with ExitStack() as stack:
         started = {
-            policy: stack.enter_context(service_of(policy, folder, "kv_consumer", policy))
+            policy: stack.enter_context(
+                service_of(policy, folder, "kv_consumer", policy, ("--enable-prompt-tokens-details",))
+            )
             for policy in ("recompute", "fail")
         }
         for server in started.values():
