@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -506,33 +507,11 @@ def choose(
     Returns:
         None if there is no such pair.
     """
-    glances = {node: _glance(ask, node) for node in {*prefills, *decodes}}
     able = set(prefills)
     both = [node for node in decodes if node in able]
     for_prompts = _for_prompts(both, limits, now) if may_be_local and may_hand_over else set()
-    pairs: dict[tuple[NodeLoad, NodeLoad], None] = {}
-    # First as if no node were kept for prompts, and then as if answers could not be given there.
-    for kept in (set(), for_prompts) if for_prompts else (set(),):
-        if may_be_local:
-            own = [node for node in both if node not in kept]
-            candidates = _least(
-                own, [(node.prompt_trouble + node.answer_trouble, sum(glances[node])) for node in own]
-            )
-            # A request that is late anywhere is best added to the longest queue: no other one becomes late
-            # for it.
-            if own:
-                candidates[max(own, key=attrgetter("queue_s"))] = None
-            pairs |= {(node, node): None for node in candidates}
-        if may_hand_over:
-            # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
-            able_first = [node for node in prefills if node in kept] or prefills
-            firsts = _least(able_first, [(node.prompt_trouble, glances[node][0]) for node in able_first])
-            able_second = [node for node in decodes if node not in kept]
-            seconds = _least(
-                able_second,
-                [(node.answer_trouble, glances[node][1] + node.queue_s) for node in able_second],
-            )
-            pairs |= {(first, second): None for first in firsts for second in seconds if first is not second}
+    first = prefills if may_hand_over else ()
+    pairs = _shortlisted(ask, first, decodes, both if may_be_local else (), for_prompts)
     if not pairs:
         return None
     least = min(prefill.prompt_trouble + decode.answer_trouble for prefill, decode in pairs)
@@ -543,6 +522,8 @@ def choose(
     )
     prompts = {prefill: _prompt_at(ask, prefill, now) for prefill, _ in pairs}
     choices = [_rated(ask, prompts[prefill], decode, handover, limits, now) for prefill, decode in pairs]
+    if len(choices) == 1:
+        return choices[0]
     highest_s = MAX_TIMES * min(each.total_s for each in choices)
     chosen = min(
         (each for each in choices if each.total_s <= highest_s),
@@ -558,6 +539,47 @@ def choose(
     )
     others = (each.total_s for each in choices if each.is_local is not chosen.is_local)
     return replace(chosen, alternative_s=min(others, default=math.inf))
+
+
+def _shortlisted(
+    ask: Ask,
+    prefills: Sequence[NodeLoad],
+    decodes: Sequence[NodeLoad],
+    both: Sequence[NodeLoad],
+    for_prompts: AbstractSet[NodeLoad],
+) -> dict[tuple[NodeLoad, NodeLoad], None]:
+    """Return the pairs that are worth to be compared in detail.
+
+    Args:
+        prefills: Nodes that may hand a prompt over to one of `decodes`.
+        both: Nodes that may do both.
+    """
+    if len(decodes) == 1 and len(prefills) <= 1:  # nothing to choose, so this need not cost anything
+        ways = [*((node, node) for node in both), *((node, decodes[0]) for node in prefills)]
+        return dict.fromkeys(way for way in ways if way[0] is not way[1] or way[0] in both)
+    glances = {node: _glance(ask, node) for node in {*prefills, *decodes, *both}}
+    pairs: dict[tuple[NodeLoad, NodeLoad], None] = {}
+    # First as if no node were kept for prompts, and then as if answers could not be given there.
+    for kept in (set(), for_prompts) if for_prompts else (set(),):
+        if own := [node for node in both if node not in kept]:
+            candidates = _least(
+                own, [(node.prompt_trouble + node.answer_trouble, sum(glances[node])) for node in own]
+            )
+            # A request that is late anywhere is best added to the longest queue: no other one becomes late
+            # for it.
+            candidates[max(own, key=attrgetter("queue_s"))] = None
+            pairs |= {(node, node): None for node in candidates}
+        if prefills:
+            # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
+            able_first = [node for node in prefills if node in kept] or prefills
+            firsts = _least(able_first, [(node.prompt_trouble, glances[node][0]) for node in able_first])
+            able_second = [node for node in decodes if node not in kept]
+            seconds = _least(
+                able_second,
+                [(node.answer_trouble, glances[node][1] + node.queue_s) for node in able_second],
+            )
+            pairs |= {(first, second): None for first in firsts for second in seconds if first is not second}
+    return pairs
 
 
 def _are_alike(one: Choice, best: Choice) -> bool:
