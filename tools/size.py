@@ -16,10 +16,10 @@ ROOT: Final = Path(__file__).parents[1]
 #: Name of a part, the folders or files in it, what counts there, and how many lines it may have.
 PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_290),
-    ("router", ("router",), ".py", 14_220),
-    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 24_050),
-    ("tests", ("tests",), ".py", 74_350),
-    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_450),
+    ("router", ("router",), ".py", 14_235),
+    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 24_390),
+    ("tests", ("tests",), ".py", 74_400),
+    ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_510),
 )
 
 
