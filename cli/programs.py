@@ -16,7 +16,7 @@ from typing import Any, Final
 from .errors import CommandError
 
 #: The packages of the extras `router` and `lab` that the programs import.
-_FOR_THE_ROUTER: Final = ("aiohttp", "prometheus_client")
+_FOR_THE_ROUTER: Final = ("aiohttp", "httptools", "orjson", "prometheus_client", "uvloop")
 _FOR_A_NODE: Final = (
     *_FOR_THE_ROUTER,
     *("accelerate", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),

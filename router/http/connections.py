@@ -209,7 +209,7 @@ class _Handler(RequestHandler):
         return answer
 
 
-def _explaining(make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+def _explaining(make: Callable[[], asyncio.Protocol]) -> RequestHandler:
     handler = make()
     assert isinstance(handler, RequestHandler), "aiohttp makes them"
     handler.__class__ = _Handler  # aiohttp lets no caller choose the class
@@ -311,11 +311,11 @@ class _Connection(asyncio.Protocol):
         is_paused: The client has to read before more is written.
     """
 
-    def __init__(self, admission: _Admission, make_inner: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, admission: _Admission, make_inner: Callable[[], RequestHandler]) -> None:
         self._admission = admission
         self._make_inner = make_inner
         self._loop = asyncio.get_running_loop()
-        self._inner: asyncio.Protocol | None = None  # made when it has something to read
+        self._inner: RequestHandler | None = None  # made when it has something to read
         self._is_refused = False  # ignore what the client sends
         self._transport: asyncio.Transport
         self._num_requests = 0  # in flight
@@ -380,8 +380,9 @@ class _Connection(asyncio.Protocol):
             self._inner.connection_made(self._transport)
         self._inner.data_received(data)
 
-    def eof_received(self) -> bool | None:
-        return None if self._inner is None else self._inner.eof_received()
+    def eof_received(self) -> None:
+        if self._inner is not None:
+            self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self.is_paused = True
@@ -419,6 +420,11 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self, request: DirectRequest, rest: bytes) -> None:
         self._request, self._header = request, None
+        if self._inner is not None:
+            # It would close the connection when it has read nothing for a while. The next one knows as much.
+            self._inner.transport = None  # otherwise it closes it now
+            self._inner.connection_lost(None)
+            self._inner = None
         self.request_began()
         self._go_on(request, rest)
         self.answering = self._loop.create_task(self._answer(request))

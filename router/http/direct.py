@@ -159,13 +159,13 @@ class DirectRequest:
         """Write a whole answer, unless the request has one."""
         if self.is_answered or response.prepared:
             return
-        self.is_answered = True
         body = response.body if isinstance(response, web.Response) else b""
         assert body is None or isinstance(body, bytes), "our handlers answer with bytes"
         response.headers["Content-Length"] = str(len(body or b""))
         head = await self._head(response)
         if not self.link.is_open:
             raise ClientConnectionResetError("the client has left")
+        self.is_answered = True
         self.link.write(head + (body or b""))
         await self.link.writable()
 

@@ -279,6 +279,8 @@ def check_python_command(arguments: Sequence[str]) -> None:
         try:
             if is_own_module:
                 assert find_spec(script), f"there is no module {script}"
+                for loaded in (script, f"{script}.__main__"):  # by another test
+                    patch.delitem(sys.modules, loaded, raising=False)
                 runpy.run_module(script, run_name="__main__")
             else:
                 patch.syspath_prepend(str((ROOT / script).parent))

@@ -141,7 +141,14 @@ async def test_when_the_decode_node_is_lost_its_prefill_ends_and_the_next_has_an
     async with introduced([prefill], [gone, other]) as client:
         prefill.hold = asyncio.Event()
         gone.statuses, other.statuses = [503], [503, 200]
+        gone.hold, other.hold = asyncio.Event(), asyncio.Event()
         asking = asyncio.create_task(ask(client))
+        for num in (1, 2):  # each decode node answers when the prefill node has its request as well
+            held = [gone, other]
+            while len(prefill.bodies) < num or not held:
+                await asyncio.sleep(0.01)
+                held = [each for each in (gone, other) if each.asked.is_set() and not each.hold.is_set()]
+            held[0].hold.set()
         while not prefill.num_hung_up or len(prefill.bodies) < 2:
             await asyncio.sleep(0.01)
         prefill.hold.set()

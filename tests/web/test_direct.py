@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
+from kvferry.router.http import serving as server
 from kvferry.router.http.connections import ConnectionLimits
 from kvferry.router.http.direct import DIRECT, DirectRequest, Stream
 from kvferry.router.http.errors import error_middleware
@@ -310,3 +311,22 @@ async def test_a_body_that_nothing_reads_takes_no_memory() -> None:
                     here.let_go.set()
                     assert await answer_of(reader) == b"200 true"
                 writer.transport.abort()
+
+
+async def test_aiohttp_does_not_end_the_answer_that_follows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closes a connection on which it has read nothing for a while."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
+    async with place() as here:
+        reader, writer = await here.connect()
+        writer.write(GET)
+        assert await answer_of(reader) == b'200 "page"'
+        writer.write(post(number(0)))
+        async with asyncio.timeout(DEADLINE_S):
+            while not here.read[1:]:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.3)  # real time, in which it would
+        here.let_go.set()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await answer_of(reader) == b'200 {"n": 0}'
+            writer.write(GET)
+            assert await answer_of(reader) == b'200 "page"'
