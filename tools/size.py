@@ -18,7 +18,7 @@ PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_290),
     ("router", ("router",), ".py", 14_235),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 24_390),
-    ("tests", ("tests",), ".py", 74_400),
+    ("tests", ("tests",), ".py", 74_410),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_510),
 )
 
