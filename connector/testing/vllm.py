@@ -137,7 +137,10 @@ class _Report(KVConnectorStats):
     pickled: bytes = b""
 
     def received(self) -> Any:
-        """Return the report as the scheduler's process gets it."""
+        """Return the report as the scheduler's process gets it.
+
+        vLLM pickles between its own processes. Here this process wrote the bytes itself.
+        """
         return pickle.loads(self.pickled)
 
 

@@ -36,7 +36,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="STEP", help="only these steps (default: all)"
     )
-    parser.add_argument("--steps", action="store_true", help="list the steps and end")
     parser.add_argument(
         "--seconds", type=float, default=1740, help="begin no step after this time (default: %(default)s)"
     )
@@ -69,12 +68,9 @@ def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from .servers import Servers
     from .table import STEPS
 
-    if options.steps:
-        for step in STEPS:
-            print(f"{step.name:16} {step.limit_s:4.0f} s  {step.about}")
-        return 0
-    if unknown := set(options.only) - {step.name for step in STEPS}:
-        parser.error(f"--only: no step is called {', '.join(sorted(unknown))}; --steps lists them")
+    names = [step.name for step in STEPS]
+    if unknown := sorted(set(options.only) - set(names)):
+        parser.error(f"--only: no step is called {', '.join(unknown)}; there are {', '.join(names)}")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no CUDA device here; --device cpu rehearses the steps")

@@ -620,6 +620,7 @@ class Performance:
         A client that does not read makes this stop, and then the node has to wait as well.
         """
         stream = self._stream
+        # Asked last, because for the exchange the client has what `passed` returns.
         if stream is None or not stream.may_write_now or (passed := self._exchange.passed(chunk)) is None:
             return False
         own, num = passed

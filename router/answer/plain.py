@@ -33,8 +33,6 @@ _COUNTS = re.compile(
 )
 #: Ids of tokens: few, and none that is too long to be one.
 _IDS = re.compile(rb'"token_ids": ?(?:null|\[(?:[0-9]{1,10}(?:, ?[0-9]{1,10}){0,63})?\])')
-
-
 #: Where the text of a token begins, in an event with one.
 _TEXT = re.compile(rb'"(?:text|content)": ?"')
 

@@ -443,7 +443,7 @@ class _Connection(asyncio.Protocol):
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
         finally:
-            self.answering = self._request = None
+            self.answering = self._request = None  # before `_end`, which may begin the next one
             self.request_ended()
             if self.is_open:
                 self._end(request)

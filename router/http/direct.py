@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Final, Protocol, cast
@@ -165,7 +165,7 @@ class DirectRequest:
         head = await self._head(response)
         if not self.link.is_open:
             raise ClientConnectionResetError("the client has left")
-        self.is_answered = True
+        self.is_answered = True  # a client that leaves during the wait has its answer
         self.link.write(head + (body or b""))
         await self.link.writable()
 
@@ -199,25 +199,17 @@ class DirectRequest:
         return f"HTTP/1.1 {response.status} {reason}\r\n{lines}\r\n".encode(errors="surrogateescape")
 
 
-_dates: dict[int, str] = {}
-
-
+@lru_cache(maxsize=1)
 def _date(second: int) -> str:
-    if second not in _dates:
-        _dates.clear()
-        _dates[second] = formatdate(second, usegmt=True)
-    return _dates[second]
+    return formatdate(second, usegmt=True)
 
 
-_matches: dict[str, Any] = {}
-
-
+@lru_cache(maxsize=64)
 def _match_of(path: str) -> Any:
-    """Return what middleware asks of the route of a path; there are as many as `DIRECT` has."""
-    if path not in _matches:
-        route = SimpleNamespace(resource=SimpleNamespace(canonical=path))
-        _matches[path] = SimpleNamespace(route=route, http_exception=None)
-    return _matches[path]
+    """Return what middleware asks of the route of a path."""
+    return SimpleNamespace(
+        route=SimpleNamespace(resource=SimpleNamespace(canonical=path)), http_exception=None
+    )
 
 
 async def send_whole(request: web.Request, response: web.StreamResponse) -> None:

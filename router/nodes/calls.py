@@ -80,7 +80,7 @@ class NodeCalls:
                 lost = error
             try:
                 return await _begun((await self._connected(origin)).send(request))
-            except aiohttp.ClientConnectorError:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
                 raise lost from None  # the node may have had the request, and ended by it
         return await _begun((await self._connected(origin)).send(request))
 
@@ -199,8 +199,14 @@ class _Origin:
 
     def kept(self, version: object) -> _Connection | None:
         """Take a connection that can be used again, unless the files of TLS have changed since."""
-        self._close_old(version)
-        return self.idle.pop() if self.idle else None
+        self._close_old()
+        while self.idle:
+            # The latest first, so that those of a busy time become old and are closed.
+            connection = self.idle.pop()
+            if connection.version == version:
+                return connection
+            connection.abort()
+        return None
 
     def keep(self, connection: _Connection) -> None:
         """Keep a connection whose answer has ended."""
@@ -211,15 +217,14 @@ class _Origin:
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._swept)
 
-    def _close_old(self, version: object) -> None:
+    def _close_old(self) -> None:
         since = asyncio.get_running_loop().time() - IDLE_S
-        while self.idle and (self.idle[0].idle_since <= since or self.idle[0].version != version):
+        while self.idle and self.idle[0].idle_since <= since:
             self.idle.pop(0).abort()
 
     def _swept(self) -> None:
         self._sweep = None
-        if self.idle:
-            self._close_old(self.idle[-1].version)
+        self._close_old()
         if self.idle:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._swept)
 
@@ -424,12 +429,14 @@ class NodeResponse:
             if self._num_frame_bytes > MAX_FRAME_BYTES:
                 self._fail(NoAnswerError(f"sent more than {MAX_FRAME_BYTES} bytes of HTTP around its answer"))
         if self._is_complete and self._connection is not None:
+            # Before the reader wakes: it may ask the node again, and should find this connection.
             connection, self._connection = self._connection, None
             connection.ended(is_reusable=self._may_go_on)
             self._let_go()
             self._wake()
 
     def _deliver(self, data: bytes) -> None:
+        # Only if nothing waits to be read: what is taken would overtake it.
         if self._take is not None and not self._unread and self._take(data):
             return
         self._unread += data

@@ -133,19 +133,15 @@ class TestAllSteps:
         assert lines[1:3] == ["line 10", "line 11"]
         assert len(lines) == 3 * 41
 
-    def test_the_command_lists_them_and_refuses_others(self):
-        def call(*words):
-            command = [sys.executable, "-m", "kvferry.lab.gpu", *words]
-            variables = {**os.environ, ready.READY: "1"}
-            return subprocess.run(
-                command, env=variables, capture_output=True, text=True, timeout=60, check=False
-            )
-
-        listed = call("--steps")
-        assert [line.split()[0] for line in listed.stdout.splitlines()] == [each.name for each in STEPS]
-        refused = call("--only", "single", "pears")
+    def test_the_command_refuses_others_and_names_them(self):
+        command = [sys.executable, "-m", "kvferry.lab.gpu", "--only", "single", "pears"]
+        variables = {**os.environ, ready.READY: "1"}
+        refused = subprocess.run(
+            command, env=variables, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
         assert refused.returncode == 2
-        assert "no step is called pears; --steps lists them" in refused.stderr
+        names = ", ".join(each.name for each in STEPS)
+        assert f"no step is called pears; there are {names}" in refused.stderr
 
 
 class TestThePage:

@@ -155,6 +155,20 @@ async def test_a_node_that_ends_with_a_request_has_had_it() -> None:
             await ask(own, here)
 
 
+async def test_a_connection_is_not_used_after_its_tls_files_have_changed() -> None:
+    """Also if one that was opened later became idle before it."""
+    async with node([OK], [OK], [OK]) as (here, own):
+        await ask(own, here)
+        origin = own._origins[here.url]
+        (old,) = origin.idle
+        origin.idle.clear()
+        await ask(own, here)
+        old.version = "before"
+        origin.idle.append(old)
+        await ask(own, here)
+        assert here.num_requests == [1, 2]
+
+
 async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "IDLE_S", 0.05)
     async with node([OK], [OK]) as (here, own):

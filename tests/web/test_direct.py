@@ -65,7 +65,7 @@ class Place:
         return reader, writer
 
     async def told(self, *raw: bytes, num: int) -> list[bytes]:
-        """Send bytes in these segments, and return so many answers."""
+        """Send bytes in these segments, and return the next `num` answers."""
         reader, writer = await self.connect()
         for segment in raw:
             writer.write(segment)
@@ -168,36 +168,27 @@ async def test_after_a_get_a_connection_is_read_directly_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "raw",
     [
-        pytest.param([b"Transfer-Encoding: chunked"], id="both lengths"),
-        pytest.param([b"Content-Length: 5"], id="two lengths"),
-        pytest.param([b"X-Odd: a\r\n b"], id="folded"),
-        pytest.param([b"X-Odd : a"], id="space before the colon"),
-        pytest.param([b"X-Odd: a\x00b"], id="nul"),
-        pytest.param([b"X-Odd: a\nX-Other: b"], id="bare line feed"),
-        pytest.param([b"X-Odd: a\rb"], id="bare carriage return"),
-        pytest.param([b"Expect: 100-continue"], id="expect"),
-        pytest.param([b"Connection: Upgrade", b"Upgrade: h2c"], id="upgrade"),
+        pytest.param(post(number(1), b"Transfer-Encoding: chunked"), id="both lengths"),
+        pytest.param(post(number(1), b"Content-Length: 5"), id="two lengths"),
+        pytest.param(post(number(1), b"X-Odd: a\r\n b"), id="folded"),
+        pytest.param(post(number(1), b"X-Odd : a"), id="space before the colon"),
+        pytest.param(post(number(1), b"X-Odd: a\x00b"), id="nul"),
+        pytest.param(post(number(1), b"X-Odd: a\nX-Other: b"), id="bare line feed"),
+        pytest.param(post(number(1), b"X-Odd: a\rb"), id="bare carriage return"),
+        pytest.param(post(number(1), b"Expect: 100-continue"), id="expect"),
+        pytest.param(post(number(1), b"Connection: Upgrade", b"Upgrade: h2c"), id="upgrade"),
+        pytest.param(post(number(1)).replace(b"HTTP/1.1", b"HTTP/1.0", 1), id="HTTP/1.0"),
+        pytest.param(post(number(1), path=b"/echo?a=b"), id="query"),
+        pytest.param(post(number(1), path=b" /echo"), id="two spaces"),
+        pytest.param(post(number(1), path=b"/%65cho"), id="another name of the path"),
     ],
 )
-async def test_an_odd_header_is_left_to_aiohttp(fields: list[bytes]) -> None:
+async def test_an_odd_header_is_left_to_aiohttp(raw: bytes) -> None:
     async with place() as here:
         reader, writer = await here.connect()
-        writer.write(post(number(1), *fields))
-        async with asyncio.timeout(DEADLINE_S):
-            assert await reader.read(1)
-        assert [who for who, _ in here.read] in ([], ["aiohttp"])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"POST /echo HTTP/1.0", b"POST /echo?a=b HTTP/1.1", b"POST  /echo HTTP/1.1", b"POST /%65cho HTTP/1.1"],
-)
-async def test_an_odd_request_line_is_left_to_aiohttp(line: bytes) -> None:
-    async with place() as here:
-        reader, writer = await here.connect()
-        writer.write(post(number(1)).replace(b"POST /echo HTTP/1.1", line))
+        writer.write(raw)
         async with asyncio.timeout(DEADLINE_S):
             assert await reader.read(1)
         assert [who for who, _ in here.read] in ([], ["aiohttp"])
@@ -287,30 +278,30 @@ async def test_a_client_that_leaves_ends_its_request(path: bytes) -> None:
 
 async def test_a_body_that_nothing_reads_takes_no_memory() -> None:
     """It waits at the client, as one that waits for its turn does."""
-    async with place(max_body_bytes=1 << 30) as here:
-        app_waits = asyncio.Event()
+    waits, let_go = asyncio.Event(), asyncio.Event()
 
-        async def waits(request: web.Request) -> web.Response:
-            app_waits.set()
-            await here.let_go.wait()
-            assert isinstance(request, DirectRequest)
-            assert len(request._unread) < 2 << 20
-            return web.json_response(len(await request.content.readany()) > 0)
+    async def wait(request: web.Request) -> web.Response:
+        waits.set()
+        await let_go.wait()
+        assert isinstance(request, DirectRequest)
+        assert len(request._unread) < 2 << 20
+        return web.json_response(len(await request.content.readany()) > 0)
 
-        here.echo = waits  # type: ignore[method-assign]
-        app = web.Application(middlewares=[error_middleware])
-        app[DIRECT] = {"/echo": waits}
-        with bind("127.0.0.1", 0) as listener:
-            async with serving(app, listener, ConnectionLimits(max_body_bytes=1 << 30)):
-                reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
-                writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (1 << 29))
-                writer.write(b"x" * (64 << 20))
-                async with asyncio.timeout(DEADLINE_S):
-                    await app_waits.wait()
-                    await asyncio.sleep(0.3)  # real time, in which a server without a limit reads everything
-                    here.let_go.set()
-                    assert await answer_of(reader) == b"200 true"
-                writer.transport.abort()
+    app = web.Application(middlewares=[error_middleware])
+    app[DIRECT] = {"/echo": wait}
+    with bind("127.0.0.1", 0) as listener:
+        async with (
+            serving(app, listener, ConnectionLimits(max_body_bytes=1 << 30)),
+            asyncio.timeout(DEADLINE_S),
+        ):
+            reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (1 << 29))
+            writer.write(b"x" * (64 << 20))
+            await waits.wait()
+            await asyncio.sleep(0.3)  # real time, in which a server without a limit reads everything
+            let_go.set()
+            assert await answer_of(reader) == b"200 true"
+            writer.transport.abort()
 
 
 async def test_aiohttp_does_not_end_the_answer_that_follows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
