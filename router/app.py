@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler
 
@@ -35,7 +36,7 @@ from .http.direct import DIRECT, send_whole
 from .http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint, endpoint_at
 from .http.errors import CLIENT_LEFT, ApiError, answered_status, error_middleware
 from .http.json_body import MAX_BODY_BYTES, read_json
-from .http.recent_spans import span_routes
+from .http.recent_spans import LATEST, SPANS, AskOthers, no_others, span_routes
 from .http.serving import close_connections_while
 from .http.tracing import current_span, name_request, observed
 from .nodes.admin import node_routes
@@ -46,10 +47,12 @@ from .nodes.reading import node_session, refuse_no_answers
 from .nodes.sources import NodeSource
 from .nodes.states import NodeState
 from .seen.accounts import Accounts
+from .seen.merged import merged_health, merged_metrics, merged_nodes, merged_recent, merged_status
 from .seen.metrics import RouterMetrics
 from .seen.page import Page
 from .seen.receipts import RECEIPT_HEADER, Receipts, receipt_of
-from .seen.records import Observer, RecentRequests, RequestRecord, mark
+from .seen.records import Observer, RecentRequests, RequestRecord, clock_us, mark
+from .workers import Siblings, share_knowledge
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +128,10 @@ class Router:
         )
         self._one_node = OneNode(services, passes_keys_on=passes_keys_on)
         self._models = Models(services, self._one_node)
+        # Made here and not with the routes, so that all processes of the router are one run for the page.
+        self._page = Page(self._page_state, self._explain, self._admin_keys)
+        self._siblings: Siblings | None = None
+        self._ask_others: AskOthers = no_others
         self._is_draining = False  # says `/ready`
         self._refuses = False  # new requests
         self._num_under_way = 0
@@ -150,14 +157,12 @@ class Router:
         app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
-        accounts = self._accounts = Accounts(
-            self._spans, lambda: {node.url: self._server_name(node.url) for node in self._nodes}
+        self._accounts = Accounts(
+            self._spans,
+            lambda: {node.url: self._server_name(node.url) for node in self._nodes},
+            self._ask_others,
         )
-
-        async def explain(request_id: str, own_url: str) -> list[str]:
-            return await accounts.lines(request_id, own_url, self._services.session)
-
-        Page(self._describe, self._recent, explain, self._admin_keys).add_routes(app)
+        self._page.add_routes(app)
         app.cleanup_ctx.append(self._connected)
         close_connections_while(app, lambda: self._is_draining)
         return app
@@ -172,13 +177,42 @@ class Router:
         self._admin_port = port
 
         async def drain(request: web.Request) -> web.Response:
+            num = self._num_under_way + sum(await self._others("requests under way"))
             on_drain()
-            return web.json_response({"status": "draining", "requests": self._num_under_way}, status=202)
+            return web.json_response({"status": "draining", "requests": num}, status=202)
 
-        nodes = node_routes(self._prefill_pool, self._decode_pool)
-        return admin_application(
-            [web.post("/admin/drain", drain), *span_routes(self._spans, "router"), *nodes]
-        )
+        async def report() -> list[dict[str, Any]]:
+            nodes: list[dict[str, Any]] = (await self._merged_report())["nodes"]
+            return nodes
+
+        def on_named(role: Role, url: str, is_named: bool) -> None:
+            if self._siblings is not None:
+                self._siblings.tell("node", role, url, is_named)
+
+        nodes = node_routes(self._prefill_pool, self._decode_pool, report, on_named)
+        spans = span_routes(self._spans, "router", ask_others=self._ask_others)
+        return admin_application([web.post("/admin/drain", drain), *spans, *nodes])
+
+    def share(self, siblings: Siblings) -> None:
+        """Share what this process knows with the others of its router, and show theirs with its own."""
+        self._siblings, self._ask_others = siblings, siblings.ask
+        self._recent.number_from(siblings.seat.number)
+        pools: dict[Role, NodePool] = {"prefill": self._prefill_pool, "decode": self._decode_pool}
+        share_knowledge(siblings, self._fleet, self._services.sessions, pools)
+        siblings.answer("metrics", lambda _: self._kept_metrics(siblings))
+        siblings.answer("nodes", lambda _: self.report()["nodes"])
+        siblings.answer("health", lambda _: self._own_health())
+        siblings.answer("page", lambda times: self._page_part(*times))
+        siblings.answer("requests under way", lambda _: self._num_under_way)
+        siblings.answer(LATEST, lambda _: self._spans.latest())
+        siblings.answer(SPANS, lambda wanted: self._spans.find(wanted))
+
+    async def _others(self, topic: str, argument: Any = None) -> list[Any]:
+        """Return what the other processes of this router answer."""
+        return [orjson.loads(answer) for answer in await self._ask_others(topic, argument)]
+
+    async def _explain(self, request_id: str, own_url: str) -> list[str]:
+        return await self._accounts.lines(request_id, own_url, self._services.session)
 
     async def wait_until_ready(self) -> None:
         """Return as soon as a prefill node and a decode node are ready."""
@@ -267,7 +301,11 @@ class Router:
         return self._prefill_pool.server_name(url) or self._decode_pool.server_name(url)
 
     async def _nodes_seen(self, request: web.Request) -> web.Response:
-        return web.json_response(self.report())
+        return web.json_response(await self._merged_report())
+
+    async def _merged_report(self) -> dict[str, Any]:
+        own = self.report()
+        return {**own, "nodes": merged_nodes(own["nodes"], await self._others("nodes"))}
 
     def report(self) -> dict[str, Any]:
         """Return the router's view of its nodes, as `GET /nodes` shows it."""
@@ -282,6 +320,9 @@ class Router:
     # -- health, metrics, models ---------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response(merged_health(self._own_health(), await self._others("health")))
+
+    def _own_health(self) -> dict[str, Any]:
         nodes = [
             {
                 "role": node.role,
@@ -298,8 +339,7 @@ class Router:
         # The router is alive, also without nodes: a restart would help none of them.
         # `kvferry explain` asks for spans at this port.
         admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
-        health = {"status": status, "nodes": nodes, "handoffs": self._handoffs.report()}
-        return web.json_response({**health, **admin})
+        return {"status": status, "nodes": nodes, "handoffs": self._handoffs.report(), **admin}
 
     async def _ready(self, request: web.Request) -> web.Response:
         status, is_ready = self._status()
@@ -321,14 +361,44 @@ class Router:
             problems.append("no prefill node is ready: decode nodes compute prompts themselves")
         return ", but ".join(filter(None, ("ok", "; ".join(problems)))), True
 
-    def _describe(self) -> Mapping[str, Any]:
-        """Return what the page shows of the router and its nodes."""
-        status, is_ready = self._status()
-        latencies = self._metrics.latencies()
-        return {"status": status, "is_ready": is_ready, "latencies": latencies, **self.report()}
+    async def _page_state(self, since: int) -> Mapping[str, Any]:
+        """Return what the page shows of the router, its nodes and its requests."""
+        if self._siblings is None:
+            until, others = None, []
+        else:
+            # What ends from now on is for the next answer, in whichever process.
+            until = clock_us() - 1
+            others = await self._others("page", (since, until))
+        own = self._page_part(since, until)
+        return {
+            "status": merged_status([own, *others]),
+            "is_ready": self._status()[1],
+            "latencies": self._metrics.latencies(other["counted"] for other in others),
+            **self.report(),
+            "nodes": merged_nodes(own["nodes"], [other["nodes"] for other in others]),
+            **merged_recent(own["recent"], [other["recent"] for other in others]),
+        }
+
+    def _page_part(self, since: int, until: int | None) -> dict[str, Any]:
+        return {
+            "status": self._status()[0],
+            "nodes": self.report()["nodes"],
+            "counted": self._metrics.counted(),
+            "recent": self._recent.report(since, until),
+        }
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
+        text = self._metrics.text()
+        if self._siblings is not None:
+            own, others = self._kept_metrics(self._siblings), await self._ask_others("metrics", None)
+            text = merged_metrics([own, *others, self._siblings.ended_metrics])
+        return web.Response(body=text, content_type="text/plain", charset="utf-8")
+
+    def _kept_metrics(self, siblings: Siblings) -> bytes:
+        """Return this process's metrics, which the router keeps showing if it ends."""
+        text = self._metrics.text()
+        siblings.keep_metrics(text)
+        return text
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:

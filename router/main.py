@@ -8,7 +8,9 @@ import gc
 import logging
 import math
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +30,7 @@ from .http.connections import ConnectionLimits
 from .http.launcher_link import Link, open_link
 from .http.logs import set_up_logging
 from .http.serving import (
+    EXIT_BAD_START,
     StartupError,
     StopRequest,
     add_drain_arguments,
@@ -47,8 +50,10 @@ from .nodes.membership import ROLES, DnsTarget, parse_target
 from .nodes.pool import NodePool
 from .nodes.sources import DnsName, LookUpError, NodesFile, NodeSource
 from .nodes.states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
+from .processes import MAX_PROCESSES, run_workers
 from .seen.page import EXPLAIN_PATH
 from .seen.receipts import Receipts
+from .workers import Siblings
 
 DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
@@ -160,6 +165,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_drain_arguments(group)
     group.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the port and what they know of the nodes; each takes its share of --max-concurrent-requests, "
+        "--max-queued-requests and the connections (default: %(default)d)",
+    )
+    group.add_argument(
         "--reuse-port",
         action="store_true",
         help="share the port with another router of this user that has this option (SO_REUSEPORT): start the new router, then "
@@ -222,9 +235,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     set_up_logging(options.log_level, "router", options.log_format)
-    set_up_tracing(options.otlp_traces_endpoint, "router")
     _check_times(options)
-    limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
+    num = options.processes
+    if not 1 <= num <= MAX_PROCESSES:
+        raise StartupError(f"--processes {num}: it must be 1 to {MAX_PROCESSES}")
+    limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH).share_of(num)
     access = checked_access(options)
     admin = admin_of(options, access.tls)
     pools, sources = _nodes(options)
@@ -250,10 +265,29 @@ def _run(options: argparse.Namespace) -> None:
     link = open_link()
     try:
         with bind(options.host, options.port, is_shared=options.reuse_port) as listener:
+
+            def announce() -> None:
+                link.report(**place_of(listener), **({} if admin is None else {"admin": admin.port}))
+                if admin is not None:
+                    say(f"router's admin endpoints on {admin.url}")
+                say(f"router listening on {url_of(listener, access)}")
+
+            if num > 1:
+                gc.freeze()  # so that no collection writes to the memory that the processes share
+                listeners = [listener, *([] if admin is None else [admin.listener])]
+                seat = run_workers(num, listeners, link, announce)
+                if seat is None:
+                    return
+                link = siblings = Siblings(seat)
+                router.share(siblings)
+                announce = partial(siblings.report, listening=True)
+            set_up_tracing(options.otlp_traces_endpoint, "router")  # starts a thread, so after a fork
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(router, listener, link, options, limits, access, admin))
+                runner.run(_serve(router, listener, link, announce, options, limits, access, admin))
     except StartupError as error:
         link.report(failed=str(error))
+        if isinstance(link, Siblings):
+            sys.exit(EXIT_BAD_START)  # the parent says why
         raise
     finally:
         link.close()
@@ -296,23 +330,25 @@ async def _serve(
     router: Router,
     listener: socket.socket,
     link: Link,
+    announce: Callable[[], None],
     options: argparse.Namespace,
     limits: ConnectionLimits,
     access: Access,
     admin: Admin | None,
 ) -> None:
     stop = StopRequest(link)
+    begin_drain = stop.begin_drain
+    if isinstance(link, Siblings):
+        link.on_drain, begin_drain = begin_drain, link.begin_drain
+        await link.connect()
     # The page asks for the admin key itself. Without one it needs the key of clients.
     open_paths = OPEN_PATHS | ({EXPLAIN_PATH} if admin is not None and admin.access.keys else set())
     async with (
-        serving_admin(router.admin_application(stop.begin_drain, admin.port if admin else None), admin),
+        serving_admin(router.admin_application(begin_drain, admin.port if admin else None), admin),
         serving(router.application(), listener, limits, access, open_paths) as server,
     ):
         gc.freeze()  # what is here now stays, so no collection needs to look at it
-        link.report(**place_of(listener), **({} if admin is None else {"admin": admin.port}))
-        if admin is not None:
-            say(f"router's admin endpoints on {admin.url}")
-        say(f"router listening on {url_of(listener, access)}")
+        announce()
         ready = asyncio.create_task(router.wait_until_ready())
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
         await stop.drain.wait()

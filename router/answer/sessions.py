@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,15 @@ NO_TURN = Turn()
 
 
 class Sessions:
-    """The conversations that are remembered."""
+    """The conversations that are remembered.
+
+    Attributes:
+        on_remembered: Called with what `note` is called with here, for other processes of this router.
+    """
 
     def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
         self._max_conversations = max_conversations
+        self.on_remembered: Callable[[bytes, str], None] = lambda key, prefill_url: None
         self._prefill_urls: collections.OrderedDict[bytes, str] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -69,10 +74,14 @@ class Sessions:
 
     def remember(self, turn: Turn, prefill_url: str) -> None:
         """Note which node has computed the prompt of a turn."""
-        if turn.key is None:
-            return
-        self._prefill_urls[turn.key] = prefill_url
-        self._prefill_urls.move_to_end(turn.key)
+        if turn.key is not None:
+            self.note(turn.key, prefill_url)
+            self.on_remembered(turn.key, prefill_url)
+
+    def note(self, key: bytes, prefill_url: str) -> None:
+        """Note which node has computed the prompt of a conversation."""
+        self._prefill_urls[key] = prefill_url
+        self._prefill_urls.move_to_end(key)
         if len(self._prefill_urls) > self._max_conversations:
             self._prefill_urls.popitem(last=False)
 

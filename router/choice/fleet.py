@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -46,10 +46,15 @@ class Fleet:
     Args:
         mode: `never` hands nothing over between nodes that do both, `always` hands every prompt over.
         clock: Seconds of any clock that does not jump.
+
+    Attributes:
+        on_step: Called with each step of a request of this process: its progress, the step's name, the time,
+            and what `Progress.replay` needs.
     """
 
     def __init__(self, mode: Mode, limits: Limits, clock: Callable[[], float]) -> None:
         self.mode, self.limits, self.clock = mode, limits, clock
+        self.on_step: Callable[[Progress, str, float, tuple[Any, ...]], None] = lambda *step: None
         self.prefixes = Prefixes()
         self._pace = Pace()
         self._loads: dict[str, NodeLoad] = {}
@@ -165,36 +170,95 @@ class Progress:
         """About how many tokens the prompt has."""
         return size_in_tokens(self._body)
 
+    @classmethod
+    def mirror(cls, fleet: Fleet, num_tokens: int, keys: list[int]) -> Progress:
+        """Return the progress of a request of another process, whose steps are replayed."""
+        progress = cls(fleet, {})
+        progress.num_tokens, progress.keys = num_tokens, keys
+        return progress
+
     def prompt_asked(self, url: str) -> None:
         """Note that a node is asked to compute the prompt."""
-        self.prompt_ended(is_computed=False)
-        load, now, choice = self._fleet.load(url), self._fleet.clock(), self.choice
-        self._marks[url] = self._fleet.prefixes.mark(url)
+        load, choice = self._fleet.load(url), self.choice
+        num_missing = (self._asked or self.ask()).num_missing(load)
+        is_handed_over = choice is not None and choice.prefill is load and not choice.is_local
         spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
-        self._prompt = load, Work((self._asked or self.ask()).num_missing(load), now, spare_s)
-        load.prompt_asked(self._prompt[1])
-        if choice is not None and choice.prefill is load and not choice.is_local:
-            self._coming = choice.decode, Work(0, now + choice.ttft_s, choice.spare_s)
-            choice.decode.coming[self._coming[1]] = None
+        coming = (
+            (choice.decode.url, choice.ttft_s, choice.spare_s)
+            if choice is not None and is_handed_over
+            else ()
+        )
+        self._step("prompt_asked", url, num_missing, spare_s, *coming)
 
     def prompt_ended(self, *, is_computed: bool) -> None:
         """Note that the prompt is computed, or given up."""
+        if self._prompt is not None or self._coming is not None:
+            self._step("prompt_ended", is_computed)
+
+    def answer_began(self, url: str) -> None:
+        """Note the beginning of an answer, or that a node is asked for a whole one."""
+        self._step("answer_began", url, self.choice.spare_s if self.choice is not None else 0.0)
+
+    def tokens_came(self, num: int) -> None:
+        """Note tokens of the answer that came together."""
+        if self._answer is not None and num > 0:
+            self._step("tokens_came", num)
+
+    def answer_ended(self) -> None:
+        """Note that no more tokens come from the node."""
+        if self._answer is not None:
+            self._step("answer_ended")
+
+    def ended(self) -> None:
+        """Take all of the request out of the loads."""
+        self._step("ended")
+
+    def _step(self, name: str, *details: Any) -> None:
+        now = self._fleet.clock()
+        self._fleet.on_step(self, name, now, details)
+        self.replay(name, now, details)
+
+    # -- the same here and in other processes --------------------------------------------------------
+
+    def replay(self, name: str, now: float, details: Sequence[Any]) -> None:
+        """Do a step that was made at a time, here or in another process of this host."""
+        _STEPS[name](self, now, *details)
+
+    def _prompt_asked(
+        self,
+        now: float,
+        url: str,
+        num_missing: int,
+        spare_s: float,
+        decode_url: str = "",
+        ttft_s: float = 0.0,
+        later_spare_s: float = 0.0,
+    ) -> None:
+        self._prompt_ended(now, False)
+        load = self._fleet.load(url)
+        self._marks[url] = self._fleet.prefixes.mark(url)
+        self._prompt = load, Work(num_missing, now, spare_s)
+        load.prompt_asked(self._prompt[1])
+        if decode_url:
+            decode = self._fleet.load(decode_url)
+            self._coming = decode, Work(0, now + ttft_s, later_spare_s)
+            decode.coming[self._coming[1]] = None
+
+    def _prompt_ended(self, now: float, is_computed: bool) -> None:
         if not is_computed:
             self._forget_coming()
         if self._prompt is None:
             return
         (load, prompt), self._prompt = self._prompt, None
-        now = self._fleet.clock()
         load.prompt_ended(prompt, now, is_computed=is_computed)
         if is_computed:
             self._computed_at = load, now
             self._fleet.prefixes.add(self.keys, load.url, self._marks.get(load.url))
 
-    def answer_began(self, url: str) -> None:
-        """Note the beginning of an answer, or that a node is asked for a whole one."""
-        self.answer_ended()
+    def _answer_began(self, now: float, url: str, spare_s: float) -> None:
+        self._answer_ended(now)
         self._forget_coming()
-        load, now = self._fleet.load(url), self._fleet.clock()
+        load = self._fleet.load(url)
         # Once: if the answer moves, its cache comes from another node, long after this.
         computed, self._computed_at = self._computed_at, None
         if computed is not None and computed[0] is not load:
@@ -203,18 +267,15 @@ class Progress:
         if computed is None or computed[0] is not load:
             self._marks[url] = self._fleet.prefixes.mark(url)
             self._fleet.prefixes.add(self.keys, url, self._marks[url])
-        spare_s = self.choice.spare_s if self.choice is not None else 0.0
         self._answer = load, Work(0, now, spare_s)
         load.answer_began(self._answer[1])
 
-    def tokens_came(self, num: int) -> None:
-        """Note tokens of the answer that came together."""
-        if self._answer is not None and num > 0:
+    def _tokens_came(self, now: float, num: int) -> None:
+        if self._answer is not None:
             load, answer = self._answer
-            load.tokens_came(answer, self._fleet.clock(), num)
+            load.tokens_came(answer, now, num)
 
-    def answer_ended(self) -> None:
-        """Note that no more tokens come from the node."""
+    def _answer_ended(self, now: float) -> None:
         if self._answer is not None:
             load, answer = self._answer
             del load.answers[answer]
@@ -228,10 +289,19 @@ class Progress:
             del load.coming[answer]
             self._coming = None
 
-    def ended(self) -> None:
-        """Take all of the request out of the loads."""
-        self.prompt_ended(is_computed=False)
-        self.answer_ended()
+    def _ended(self, now: float) -> None:
+        self._prompt_ended(now, False)
+        self._answer_ended(now)
+
+
+_STEPS: Mapping[str, Callable[..., None]] = {
+    "prompt_asked": Progress._prompt_asked,
+    "prompt_ended": Progress._prompt_ended,
+    "answer_began": Progress._answer_began,
+    "tokens_came": Progress._tokens_came,
+    "answer_ended": Progress._answer_ended,
+    "ended": Progress._ended,
+}
 
 
 def size_in_tokens(body: Mapping[str, Any]) -> int:

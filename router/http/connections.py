@@ -18,7 +18,7 @@ import logging
 import re
 import resource
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,11 @@ class ConnectionLimits:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {numbers[name]}: it must be at least {least}")
         return cls(max_connections=min(_most_connections(descriptors_each), MOST_CONNECTIONS), **numbers)
+
+    def share_of(self, num: int) -> ConnectionLimits:
+        """Return the limits of one of `num` processes that together keep these."""
+        names = ("max_connections", "max_concurrent_requests", "max_queued_requests")
+        return replace(self, **{name: -(-getattr(self, name) // num) for name in names})
 
 
 #: The least values of limits that are numbers.

@@ -27,6 +27,9 @@ class Link(Protocol):
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` in the running loop when the launcher has ended."""
 
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when the launcher has ended; -1 if there is none."""
+
     def close(self) -> None:
         """Close the link."""
 
@@ -58,6 +61,9 @@ class LauncherLink:
 
         loop.add_reader(self._socket, readable)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -70,6 +76,9 @@ class NoLauncher:
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         return
+
+    def fileno(self) -> int:
+        return -1
 
     def close(self) -> None:
         return

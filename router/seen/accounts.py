@@ -12,6 +12,7 @@ import aiohttp
 
 from ...connector.spans import MAX_REQUESTS, RecentSpans
 from ...transports.checked import printable
+from ..http.recent_spans import AskOthers, find_spans, no_others
 from ..nodes.reading import read_whole, refuse_no_answers
 from .explain import Asking, NotToldError, Question, Told, ask, ask_vllm, tell
 
@@ -32,10 +33,17 @@ class Accounts:
         spans: The router's own.
         nodes: Returns the URL of each node → the name that its certificate must have, empty for the host of
             the URL. Only these are asked, because a former node's address may belong to any process.
+        ask_others: Asks the router's other processes.
     """
 
-    def __init__(self, spans: RecentSpans, nodes: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        spans: RecentSpans,
+        nodes: Callable[[], Mapping[str, str]],
+        ask_others: AskOthers = no_others,
+    ) -> None:
         self._spans = spans
+        self._ask_others = ask_others
         self._nodes = nodes
 
     async def lines(self, request_id: str, own_url: str, session: aiohttp.ClientSession) -> list[str]:
@@ -44,7 +52,7 @@ class Accounts:
         Args:
             own_url: What to call this router.
         """
-        spans = self._spans.find(request_id)
+        spans = await find_spans(self._spans, request_id, self._ask_others)
         named = {str(span.attributes.get("node", "")) for span in spans}
         nodes = self._nodes()
         told = await asyncio.gather(

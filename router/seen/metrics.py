@@ -145,12 +145,20 @@ class RouterMetrics:
             self._inter_piece.observe(at_s - last_s)
             self._latencies["next"].note(at_s - last_s)
 
-    def latencies(self) -> dict[str, Any]:
+    def latencies(self, others: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """Return percentiles of the last minutes as JSON: of the times to first token, and of those between
         tokens.
+
+        Args:
+            others: The `counted` of other processes.
         """
-        reports = {name: latencies.report() for name, latencies in self._latencies.items()}
+        told = list(others)
+        reports = {name: each.report([one[name] for one in told]) for name, each in self._latencies.items()}
         return {"slot_s": SLOT_S, **reports}
+
+    def counted(self) -> dict[str, Any]:
+        """Return what `latencies` needs of another process."""
+        return {name: latencies.counted() for name, latencies in self._latencies.items()}
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -255,14 +263,25 @@ class Latencies:
         bounded = min(max(seconds, _SHORTEST_S), _LONGEST_S)
         self._slots[-1][1][int(math.log(bounded / _SHORTEST_S, _RATIO))] += 1
 
-    def report(self) -> dict[str, Any]:
+    def counted(self) -> list[Any]:
+        """Return as JSON the counts of each slot, for `report` of another process."""
+        return [(slot, list(counts.items())) for slot, counts in self._slots]
+
+    def report(self, others: Iterable[Iterable[Any]] = ()) -> dict[str, Any]:
         """Return as JSON the percentiles in milliseconds, of all and per slot: oldest first, None where
         nothing was counted.
 
         The last slot is not over.
+
+        Args:
+            others: What other processes have counted, by the same clock.
         """
         end = int(time.monotonic() / SLOT_S)
-        slots = {slot: counts for slot, counts in self._slots if slot > end - NUM_SLOTS}
+        slots: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+        for counted in (self.counted(), *others):
+            for slot, counts in counted:
+                if slot > end - NUM_SLOTS:
+                    slots[slot].update(dict(counts))
         kept = [slots.get(slot) for slot in range(end - NUM_SLOTS + 1, end + 1)]
         return {
             "all": _percentiles(sum(slots.values(), collections.Counter())),

@@ -22,7 +22,6 @@ import kvferry
 
 from ..http.access import ApiKeys, has_key
 from ..http.errors import ApiError, bad_request
-from .records import RecentRequests
 
 #: What the page asks for. Unlike the page itself, the answers name nodes and requests.
 STATE_PATH: Final = "/page/state"
@@ -36,22 +35,21 @@ class Page:
     """Serves the page and its figures.
 
     Args:
-        describe: Returns `status`, `is_ready`, `latencies` and `nodes` of the router.
+        describe: Returns the router's state, given the `last` of a former answer: `status`, `is_ready`,
+            `latencies`, `nodes`, and what `RecentRequests.report` has.
         explain: Returns the lines of `kvferry explain` of a request, given its id and the router's URL.
         admin_keys: The keys of the admin endpoints, which tell the same. None: there are no admin endpoints.
     """
 
     def __init__(
         self,
-        describe: Callable[[], Mapping[str, Any]],
-        recent: RecentRequests,
+        describe: Callable[[int], Awaitable[Mapping[str, Any]]],
         explain: Callable[[str, str], Awaitable[list[str]]],
         admin_keys: ApiKeys | None,
     ) -> None:
         self._describe = describe
         self._explain = explain
         self._admin_keys = admin_keys
-        self._recent = recent
         self._began = time.monotonic()
         #: A page that sees another one knows that the router was restarted and counts from 0.
         self._run_id = uuid.uuid4().hex
@@ -85,8 +83,7 @@ class Page:
             "version": kvferry.__version__,
             "now": time.time(),
             "uptime_s": round(time.monotonic() - self._began, 1),
-            **self._describe(),
-            **self._recent.report(int(since)),
+            **await self._describe(int(since)),
         }
         return web.json_response(state, headers=_HEADERS)
 

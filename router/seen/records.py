@@ -429,11 +429,15 @@ class RecentRequests:
     """The records of requests in flight and of the last `MAX_RECENT` finished ones, and the throughput."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+        self.number_from(0)
         self._finished: deque[tuple[int, int, RequestRecord]] = deque(maxlen=MAX_RECENT)
-        self._num_finished = 0
+        self._last = 0  # place of the latest finished one
         self._live: dict[int, RequestRecord] = {}
         self._seconds: deque[tuple[int, Counter[str]]] = deque(maxlen=HISTORY_S)  # what ended in each
+
+    def number_from(self, process: int) -> None:
+        """Give requests numbers that no other process of this router gives."""
+        self._numbers = itertools.count(1 + (process % 4096 << 40))  # exact in JavaScript
 
     @contextlib.contextmanager
     def following(self, record: RequestRecord) -> Iterator[None]:
@@ -454,8 +458,9 @@ class RecentRequests:
         finally:
             record.ended(500)
             del self._live[number]
-            self._num_finished += 1
-            self._finished.append((self._num_finished, number, record))
+            # By the clock that the processes of a host share, so that one `last` is that of all.
+            self._last = max(self._last + 1, clock_us())
+            self._finished.append((self._last, number, record))
             self._count(View(record))
 
     def _count(self, view: View) -> None:
@@ -470,28 +475,35 @@ class RecentRequests:
             bytes=figures.num_bytes,
         )
 
-    def report(self, since: int) -> dict[str, Any]:
+    def report(self, since: int, until: int | None = None) -> dict[str, Any]:
         """Return the requests in flight and those that finished after a former report, oldest first, as JSON.
 
         Args:
             since: The `last` of that report; 0 for none.
+            until: The `last` of this one, by `clock_us`. None: of the latest request that has finished.
         """
+        last = self._last if until is None else until
         live = itertools.islice(self._live.items(), MAX_LISTED)
-        new = [(number, record) for place, number, record in self._finished if place > since]
+        new = [(number, record) for place, number, record in self._finished if since < place <= last]
         return {
-            "last": self._num_finished,
+            "last": last,
             "keeps": MAX_RECENT,
             "finished": [View(record).report(number) for number, record in new],
             "num_in_flight": len(self._live),
             "in_flight": [View(record).report(number) for number, record in live],
-            "history": self._history(),
+            "history": self._history(int(time.monotonic()) if until is None else until // 1_000_000),
         }
 
-    def _history(self) -> dict[str, list[int]]:
+    def _history(self, end: int) -> dict[str, list[int]]:
         """Return counts per second, oldest first. The last second is not over."""
-        end, counts, none = int(time.monotonic()), dict(self._seconds), Counter[str]()
+        counts, none = dict(self._seconds), Counter[str]()
         entries = [counts.get(second, none) for second in range(end - HISTORY_S + 1, end + 1)]
         return {name: [entry[name] for entry in entries] for name in HISTORY}
+
+
+def clock_us() -> int:
+    """Return the microseconds of the host's clock, with which finished requests are numbered."""
+    return time.monotonic_ns() // 1000
 
 
 def _ms(seconds: float) -> float:
