@@ -308,7 +308,6 @@ class _Parent:
             self._kill(worker, f"it has left {len(worker.unread)} bytes unread")
 
     def _flush(self, worker: _Worker) -> None:
-        had = bool(worker.unread)
         try:
             while worker.unread:
                 del worker.unread[: worker.socket.send(memoryview(worker.unread)[: 1 << 18])]
@@ -316,10 +315,10 @@ class _Parent:
             pass
         except OSError:
             worker.unread.clear()  # it is about to end
-        if had:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unread else 0)
-            with contextlib.suppress(KeyError):
-                self._selector.modify(worker.socket, events, partial(self._on_events, worker))
+        key = self._selector.get_map().get(worker.socket)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unread else 0)
+        if key is not None and key.events != events:
+            self._selector.modify(worker.socket, events, key.data)
 
     def _kill(self, worker: _Worker, why: str) -> None:
         logger.error("ending worker process %d: %s", worker.pid, why)

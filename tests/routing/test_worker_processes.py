@@ -179,6 +179,7 @@ async def test_any_process_shows_page_metrics_nodes_and_spans_of_all() -> None:
 
 async def test_a_killed_process_loses_only_its_own_requests_and_another_one_takes_its_place() -> None:
     async with running() as router, streams(router, 20) as begun:
+        assert set(await asyncio.gather(*(router.complete() for _ in range(40)))) == {200}
         assert (await router.counts())["kvferry_router_node_in_flight"] == 20
         before = await router.counts()
         killed, other = router.workers()
@@ -195,9 +196,10 @@ async def test_a_killed_process_loses_only_its_own_requests_and_another_one_take
             return (await router.counts())["kvferry_router_node_in_flight"] == 0
 
         await until(is_nothing_in_flight)
-        after = await router.counts()
+        # What a scrape has shown is kept, in whichever process.
         name = "kvferry_router_requests_total"
-        assert after[name] == before[name] + 20 - num_lost + 20
+        expected = before[name] + 20 - num_lost + 20
+        assert {(await router.counts())[name] for _ in range(10)} == {expected}
 
 
 async def test_a_signal_to_the_parent_drains_all_processes() -> None:
