@@ -23,7 +23,7 @@ from .app import Router
 from .choice.fleet import Mode
 from .choice.kv_events import Follow
 from .choice.placement import Limits
-from .choice.ways import Options
+from .choice.ways import MAX_AT_ONCE, Options
 from .http.access import OPEN_PATHS, Access, NodeAccess, add_node_access_arguments, node_access_of
 from .http.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from .http.connections import ConnectionLimits
@@ -170,7 +170,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="processes that share the port and what they know of the nodes; each takes its share of --max-concurrent-requests, "
-        "--max-queued-requests and the connections (default: %(default)d)",
+        "--max-queued-requests, the connections, and requests that are sent to both nodes at once (default: %(default)d)",
     )
     group.add_argument(
         "--reuse-port",
@@ -246,7 +246,9 @@ def _run(options: argparse.Namespace) -> None:
     node_access = _node_access(options, pools)
     router = Router(
         *pools,
-        options=Options(options.rendezvous == "auto", options.continue_answers == "auto"),
+        options=Options(
+            options.rendezvous == "auto", options.continue_answers == "auto", -(-MAX_AT_ONCE // num)
+        ),
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, cast
@@ -57,7 +56,6 @@ class Siblings(asyncio.Protocol):
         self._answers: dict[str, Callable[[Any], Any]] = {}
         self._states: dict[str, tuple[Callable[[], Any], Callable[[int, Any], None]]] = {}
         self._ends: list[Callable[[int], None]] = []
-        self._before_flush: list[Callable[[], None]] = []
         self._questions: dict[int, tuple[set[int], list[bytes], asyncio.Future[None]]] = {}
         self._numbers = itertools.count(1)
 
@@ -117,10 +115,6 @@ class Siblings(asyncio.Protocol):
         """Call `take` with each worker that has ended."""
         self._ends.append(take)
 
-    def before_flush(self, add: Callable[[], None]) -> None:
-        """Call `add` before each frame is sent, to tell more in it."""
-        self._before_flush.append(add)
-
     def tell(self, topic: str, *content: Any) -> None:
         """Tell all others, soon."""
         self._pending.append((topic, *content))
@@ -129,13 +123,9 @@ class Siblings(asyncio.Protocol):
     def _flush(self, is_timer: bool = False) -> None:
         if is_timer:
             self._flush_is_due = False
-        for add in self._before_flush:
-            add()
         pending, self._pending = self._pending, []
         if pending and self._others:
             self._tell_all(pending)
-            # What `_before_flush` looks at may change just after the last thing that is told.
-            self._flush_soon()
 
     def _flush_soon(self) -> None:
         if not self._flush_is_due:
@@ -268,57 +258,8 @@ def share_knowledge(
         lambda worker, state: _name_all(pools, state),
     )
 
-    at_once = _AtOnce(siblings, pools["prefill"])
-    siblings.before_flush(at_once.tell)
-    siblings.hear("at once", at_once.take)
-    siblings.share_state("at once", at_once.own, at_once.begin)
-    siblings.on_end(partial(at_once.begin, state={}))
-
 
 def _name_all(pools: Mapping[Role, NodePool], urls: Mapping[Role, list[str]]) -> None:
     for role, pool in pools.items():
         for url in urls[role]:
             name_node(pool, url, True)
-
-
-class _AtOnce:
-    """Shares how many prefills each node has whose decode node was asked at the same time.
-
-    Numbers are told and not changes, so a node that is removed and added again cannot leave a wrong one.
-    """
-
-    def __init__(self, siblings: Siblings, pool: NodePool) -> None:
-        self._siblings, self._pool = siblings, pool
-        self._told: Mapping[str, int] = {}
-        self._elsewhere: dict[int, dict[str, int]] = {}
-
-    def own(self) -> dict[str, int]:
-        """Return this worker's numbers that are not 0, by URL."""
-        numbers = {node.url: node.num_at_once - node.num_at_once_elsewhere for node in self._pool.nodes}
-        return {url: number for url, number in numbers.items() if number}
-
-    def tell(self) -> None:
-        """Tell the numbers that have changed."""
-        before, self._told = self._told, self.own()
-        for url in before.keys() | self._told.keys():
-            if (number := self._told.get(url, 0)) != before.get(url, 0):
-                self._siblings.tell("at once", url, number)
-
-    def begin(self, worker: int, state: dict[str, int]) -> None:
-        """Replace all numbers of another worker."""
-        self._elsewhere[worker] = state
-        if not state:
-            del self._elsewhere[worker]
-        self._sum_up()
-
-    def take(self, worker: int, url: str, number: int) -> None:
-        """Note a number of another worker."""
-        self._elsewhere.setdefault(worker, {})[url] = number
-        self._sum_up()
-
-    def _sum_up(self) -> None:
-        sums: Counter[str] = Counter()
-        for numbers in self._elsewhere.values():
-            sums.update(numbers)
-        for node in self._pool.nodes:
-            node.note_at_once_elsewhere(sums[node.url])

@@ -35,10 +35,12 @@ class Options:
         rendezvous: Ask both nodes at once, if both can do that.
         continue_answers: Let another decode node go on with a streamed answer whose node is lost, where the
             result is provably that of a single node.
+        max_at_once: Requests at one prefill node at a time whose decode node was asked at once.
     """
 
     rendezvous: bool = True
     continue_answers: bool = True
+    max_at_once: int = MAX_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ TABLE = (
     ),
     Row(
         "eight requests are at the prefill node in this way",
-        lambda f: f.prefill is not None and f.prefill.num_at_once >= MAX_AT_ONCE,
+        lambda f: f.prefill is not None and f.prefill.num_at_once >= f.options.max_at_once,
         Way.IN_TURN,
     ),
     Row("otherwise", lambda f: True, Way.AT_ONCE),

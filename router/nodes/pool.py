@@ -112,7 +112,6 @@ class UpstreamNode:
         in_flight: The router's requests at the node.
         occupancy: The load that the node reported at the last check. None if it reported none.
         num_at_once: Prefills in flight whose decode node was asked at the same time.
-        num_at_once_elsewhere: Those of them that are other processes' of this router.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that
             has not answered.
         said: What the node has said of itself last: its role, models, policy, and whose answers it goes on
@@ -133,7 +132,7 @@ class UpstreamNode:
         self.in_flight = 0
         self.occupancy: Occupancy | None = None
         self.num_connection_failures = 0
-        self.num_at_once = self.num_at_once_elsewhere = 0
+        self.num_at_once = 0
         self.num_offers = 0
         self.num_ends = 0
         self.last_used = 0
@@ -296,13 +295,6 @@ class UpstreamNode:
         self.occupancy = occupancy
         if occupancy is not None:
             self.on_occupancy(self.url, occupancy)
-
-    def note_at_once_elsewhere(self, num: int) -> None:
-        """Note how many prefills other processes of this router have there whose decode node was asked at the
-        same time.
-        """
-        self.num_at_once += num - self.num_at_once_elsewhere
-        self.num_at_once_elsewhere = num
 
     def note_answered(self) -> None:
         """Note a request that the node answered to its end."""
