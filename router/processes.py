@@ -241,23 +241,28 @@ class _Parent:
     def _on_events(self, worker: _Worker, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(worker)
-        if not events & selectors.EVENT_READ:
-            return
+        if events & selectors.EVENT_READ:
+            self._read(worker)
+
+    def _read(self, worker: _Worker) -> bool:
+        """Take in what a worker has sent; return whether there may be more."""
         try:
             data = worker.socket.recv(1 << 18)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         if not data:  # it is about to end, as SIGCHLD will say
-            self._selector.unregister(worker.socket)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(worker.socket)
             worker.is_there = False
-            return
+            return False
         try:
             for frame in worker.frames.feed(data):
                 self._take(worker, frame)
         except ValueError as error:
             self._kill(worker, str(error))
+        return True
 
     def _take(self, worker: _Worker, frame: Frame) -> None:
         match frame.kind:
@@ -294,6 +299,7 @@ class _Parent:
         if not self._is_ready and len(there) == self._num and all(each.facts.get("ready") for each in there):
             self._is_ready = True
             self._link.report(ready=True)
+        self._stop_if_drained()
 
     def _send_all(self, frame: Frame, but: _Worker | None = None) -> None:
         encoded = frame.encoded()
@@ -363,6 +369,10 @@ class _Parent:
                 listener.close()
             self._send_all(Frame(Kind.DRAIN))
 
+    def _stop_if_drained(self) -> None:
+        if self._workers and all(worker.facts.get("drained") for worker in self._workers.values()):
+            self._stop()
+
     def _stop(self) -> None:
         self._drain()
         self._kill_at = time.monotonic() + SHUTDOWN_DEADLINE_S
@@ -374,11 +384,14 @@ class _Parent:
         self._stop()
 
     def _ended(self, worker: _Worker, status: int) -> None:
+        while self._read(worker):  # what it sent before, such as the counts that a scrape has just shown
+            pass
         del self._workers[worker.number]
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.socket)
         worker.socket.close()
         if self._is_draining:
+            self._stop_if_drained()
             return
         if not self._is_announced:
             self._fail(

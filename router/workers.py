@@ -25,8 +25,9 @@ from .processes import Frame, Frames, Kind, Seat
 
 #: Seconds for which what is to be told is collected.
 TELL_S: Final = 0.005
-#: Seconds that a question waits for answers.
-ANSWER_S: Final = 1.0
+#: Seconds that a question waits for answers: less than a scrape of Prometheus, because counts that lack a
+#: worker look like a restart.
+ANSWER_S: Final = 5.0
 #: Bytes that wait for the parent. It forwards at once, so with more it is stuck.
 MAX_UNSENT: Final = 64 << 20
 
