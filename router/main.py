@@ -360,7 +360,7 @@ async def _serve(
             stopped = asyncio.create_task(stop.now.wait())
             await asyncio.wait({draining, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if isinstance(link, Siblings):
-                # Until the last worker has nothing to do, new requests are refused by an answer. A worker that
+                # Until the last worker has nothing to do, new requests are refused by an answer. One that
                 # ended now would reset connections that it has just accepted.
                 link.report(drained=True)
                 await stopped
