@@ -17,6 +17,7 @@ import pytest
 from kvferry.transports import Connected, PeerLost
 from kvferry.transports.errors import BackpressureError, ConfigurationError, PeerLostError
 from kvferry.transports.limited_log import LimitedLog
+from kvferry.transports.network import Found, listen_on
 from kvferry.transports.registry import BUILT_IN
 from kvferry.transports.testing import World, built_in
 from kvferry.transports.ucx.library import Worker
@@ -103,6 +104,23 @@ def test_a_slow_name_lookup_delays_nothing_else(
     slow_names.set()
     world.serve(lambda: Connected(awaited, incoming=False) in client.history)
     assert not any(getattr(event, "peer_id", None) == dropped for event in client.history)
+
+
+def congestion_control_of(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+def test_the_kernel_does_not_pace_what_stays_on_loopback() -> None:
+    with listen_on("127.0.0.1", range(1)) as listener:
+        dialed = Found(listener.family, listener.getsockname()).dial()
+        accepted, _ = listener.accept()
+        with dialed, accepted:
+            assert congestion_control_of(dialed) == congestion_control_of(accepted) == b"reno"
+
+
+def test_the_system_chooses_the_congestion_control_of_other_connections() -> None:
+    with listen_on("0.0.0.0", range(1)) as listener, socket.socket() as fresh:
+        assert congestion_control_of(listener) == congestion_control_of(fresh)
 
 
 @pytest.mark.parametrize("scheme", ["zeromq", UCX])

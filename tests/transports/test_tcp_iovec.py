@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -46,6 +47,11 @@ def test_pieces_arrive_in_order_and_both_sides_hash_the_same_bytes(
     with one, other:
         one.setblocking(False)
         other.setblocking(False)
+        num_before = filled_up(one)
+        with pytest.raises(BlockingIOError):
+            sending.send(one)  # a call that sends nothing hashes nothing
+        while num_before:
+            num_before -= len(other.recv(num_before))
         sending.send(one)
         assert other.recv(len(head)) == head
         while sending.num_left:
@@ -59,6 +65,15 @@ def test_pieces_arrive_in_order_and_both_sides_hash_the_same_bytes(
     assert bytes(end) == b"after"
     assert np.array_equal(source, target)
     assert digests[0].digest() == digests[1].digest() == xxhash.xxh3_64(source.tobytes()).digest()
+
+
+def filled_up(sock: socket.socket) -> int:
+    """Send until the socket takes no more; return how many bytes that was."""
+    num_bytes = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            num_bytes += sock.send(bytes(4096))
+    return num_bytes
 
 
 def filled(target: np.ndarray) -> Iovec:
