@@ -309,9 +309,14 @@ class Router:
 
     def report(self) -> dict[str, Any]:
         """Return the router's view of its nodes, as `GET /nodes` shows it."""
+        fleet = self._fleet
         return {
             "nodes": [
-                {**node, "cached_blocks": self._fleet.prefixes.num_blocks(node["url"])}
+                {
+                    **node,
+                    "cached_blocks": fleet.prefixes.num_blocks(node["url"]),
+                    "kept_for_prompts": node["url"] in fleet.kept_for_prompts,
+                }
                 for node in (*self._prefill_pool.report(), *self._decode_pool.report())
             ],
             "sources": [source.report() for source in self._sources],

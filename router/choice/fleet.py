@@ -7,12 +7,15 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property, partial
 from typing import Any, Literal
 
 from ..nodes.states import Occupancy
+from .estimates import Rate
 from .placement import (
     GUESSED_HANDED,
     SECONDS_PER_HANDED_TOKEN,
@@ -21,7 +24,6 @@ from .placement import (
     Limits,
     NodeLoad,
     Pace,
-    Rate,
     Work,
     choose,
 )
@@ -71,6 +73,11 @@ class Fleet:
                 del self._loads[next(iter(self._loads))]
             self._loads[url] = NodeLoad(url, self._pace)
         return self._loads[url]
+
+    @property
+    def kept_for_prompts(self) -> AbstractSet[str]:
+        """URLs of the nodes that give no answer while others have room."""
+        return self._pace.roles.kept
 
     def note_all(self, url: str, occupancy: Occupancy) -> None:
         """Note what a node says that it has to do for all its clients."""
@@ -129,7 +136,8 @@ class Fleet:
             self.limits if self._pace.is_known else Limits(),
             self.clock(),
         )
-        progress.choice = rate(may_be_local=may_be_local, may_hand_over=may_hand_over) or rate()
+        with progress.left_out():
+            progress.choice = rate(may_be_local=may_be_local, may_hand_over=may_hand_over) or rate()
         return progress.choice
 
 
@@ -180,7 +188,7 @@ class Progress:
     def prompt_asked(self, url: str) -> None:
         """Note that a node is asked to compute the prompt."""
         load, choice = self._fleet.load(url), self.choice
-        num_missing = (self._asked or self.ask()).num_missing(load)
+        ask = self._asked or self.ask()
         is_handed_over = choice is not None and choice.prefill is load and not choice.is_local
         spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
         coming = (
@@ -188,7 +196,7 @@ class Progress:
             if choice is not None and is_handed_over
             else ()
         )
-        self._step("prompt_asked", url, num_missing, spare_s, *coming)
+        self._step("prompt_asked", url, ask.num_missing(load), ask.num_steps, spare_s, *coming)
 
     def prompt_ended(self, *, is_computed: bool) -> None:
         """Note that the prompt is computed, or given up."""
@@ -229,6 +237,7 @@ class Progress:
         now: float,
         url: str,
         num_missing: int,
+        num_steps: float,
         spare_s: float,
         decode_url: str = "",
         ttft_s: float = 0.0,
@@ -238,7 +247,7 @@ class Progress:
         load = self._fleet.load(url)
         self._marks[url] = self._fleet.prefixes.mark(url)
         self._prompt = load, Work(num_missing, now, spare_s)
-        load.prompt_asked(self._prompt[1])
+        load.prompt_asked(self._prompt[1], self.num_tokens, num_steps)
         if decode_url:
             decode = self._fleet.load(decode_url)
             self._coming = decode, Work(0, now + ttft_s, later_spare_s)
@@ -292,6 +301,21 @@ class Progress:
     def _ended(self, now: float) -> None:
         self._prompt_ended(now, False)
         self._answer_ended(now)
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Do not count the answer that this request will get: it must not avoid its own node when that is
+        chosen again.
+        """
+        if self._coming is None:
+            yield
+            return
+        load, answer = self._coming
+        del load.coming[answer]
+        try:
+            yield
+        finally:
+            load.coming[answer] = None
 
 
 _STEPS: Mapping[str, Callable[..., None]] = {

@@ -19,6 +19,9 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
+from .estimates import FADING_OF_STEPS, MIN_S, SURELY_KEPT, Line, Rate, chance_of_more, chance_to_miss
+from .roles import Recent, Roles, Times
+
 #: What a first request is estimated with, before any node was seen: a small model on one core. A few requests
 #: outweigh it. Points of a line over the tokens of a prompt, and over the answers of a step.
 SECONDS_PER_PROMPT = ((16.0, 0.045), (512.0, 0.54))
@@ -26,21 +29,14 @@ SECONDS_PER_STEP = ((1.0, 0.03), (8.0, 0.06))
 HANDOVER_S, SECONDS_PER_HANDED_TOKEN = 0.02, 2e-5
 #: Weight of that first guess, in prompts, in steps, and in handed-over tokens.
 GUESSED_PROMPTS, GUESSED_STEPS, GUESSED_HANDED = 0.2, 0.5, 256.0
-#: What a new measurement makes of the weight of the earlier ones.
-FADING = 0.97
 #: Tokens of an answer whose length nothing is known about.
 ANSWER_TOKENS = 64.0
-#: A measurement outside these is a clock's jump or a lie, and is cut off.
-MIN_S, MAX_S = 1e-7, 600.0
 
-# Where these numbers are not arithmetic, they were chosen with the simulator of `kvferry plan`, on the loads
-# of tests/routing/test_fleet_simulation.py.
+# Where these numbers are not arithmetic, they were chosen in virtual time, by
+# `python -m kvferry.lab.bench.placement`.
 
 #: Without a limit, a request is late when it takes so many times what it would take at an idle node.
 PATIENCE = 3.0
-#: Estimates are uncertain: up to this share of a limit it is surely kept, and beyond that share surely
-#: missed.
-SURELY_KEPT, SURELY_MISSED = 0.7, 1.1
 #: Missed limits that a request's whole allowance of time weighs as much as.
 WEIGHT_OF_TIME = 0.2
 #: No way is taken that costs so many times as much time as the one with the least, whichever limits it keeps.
@@ -52,95 +48,11 @@ RECENT_S = 10.0
 ALIKE_TIMES, ALIKE_S, ALIKE_LATE = 1.1, 0.01, 0.05
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
-#: Seconds over which the work of all prompts is counted. Too short a time follows every burst, and each
-#: change of roles pauses answers: with 60 simulated nodes, 5 s kept the limits for 0.84 of the requests and
-#: 15 s for 0.92.
-DEMAND_S = 12.0
 #: Of fewer nodes none is kept for prompts: comparing all pairs finds as much.
 MIN_NODES_WITH_ROLES = 3
 #: Cost, in missed limits, of giving an answer at a node that is kept for prompts. Later prompts pause the
 #: answer or wait at another node, and no estimate for this request alone sees that.
-WEIGHT_IN_THE_WAY = 0.2
-
-
-class Rate:
-    """Seconds per unit of work, of which later measurements count more.
-
-    Args:
-        seconds: Per unit, before the first measurement.
-        weight: Units that this guess counts as.
-    """
-
-    __slots__ = ("_seconds", "_units")
-
-    def __init__(self, seconds: float, weight: float) -> None:
-        self._seconds, self._units = seconds * weight, weight
-
-    @property
-    def seconds(self) -> float:
-        """Per unit."""
-        return self._seconds / self._units
-
-    def add(self, seconds: float, units: float) -> None:
-        """Take in a measurement. One without work, or without a finite time, says nothing."""
-        if units <= 0 or not math.isfinite(seconds):
-            return
-        seconds = min(max(seconds, MIN_S), MAX_S)
-        self._seconds = self._seconds * FADING + seconds
-        self._units = self._units * FADING + units
-
-
-class Line:
-    """Seconds as a straight line over a number, of which later measurements count more.
-
-    Args:
-        guesses: Points before the first measurement.
-        weight: Measurements that each of them counts as.
-    """
-
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "slope", "start")
-
-    def __init__(self, guesses: Sequence[tuple[float, float]], weight: float) -> None:
-        self._n = self._x = self._xx = self._xy = self._y = 0.0
-        for x, y in guesses:
-            self._sum(x, y, weight)
-
-    def add(self, x: float, seconds: float) -> None:
-        """Take in a measurement. One without a finite time says nothing."""
-        if not math.isfinite(seconds):
-            return
-        self._n, self._x, self._xx = self._n * FADING, self._x * FADING, self._xx * FADING
-        self._xy, self._y = self._xy * FADING, self._y * FADING
-        self._sum(x, min(max(seconds, MIN_S), MAX_S), 1.0)
-
-    def _sum(self, x: float, y: float, weight: float) -> None:
-        self._n += weight
-        self._x += weight * x
-        self._xx += weight * x * x
-        self._xy += weight * x * y
-        self._y += weight * y
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        spread = self._xx / self._n - mean_x * mean_x
-        # The line never falls, because more work takes no less time, and it begins at no less than nothing.
-        slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > 1e-9 else 0.0
-        self.slope = min(slope, mean_y / mean_x) if mean_x > 0 else slope
-        self.start = max(MIN_S, mean_y - self.slope * mean_x)
-
-    def at(self, x: float) -> float:
-        """Return the seconds at `x`."""
-        return self.start + self.slope * x
-
-    def rescale(self, x: float, seconds: float) -> None:
-        """Keep the shape, and pass through a point.
-
-        Beside one fast measurement, slow guesses at other places would make a line on which length costs
-        nothing.
-        """
-        if math.isfinite(seconds):
-            factor = min(max(seconds, MIN_S), MAX_S) / self.at(x)
-            self._y, self._xy, self.start, self.slope = (
-                each * factor for each in (self._y, self._xy, self.start, self.slope)
-            )
+WEIGHT_IN_THE_WAY = 0.5
 
 
 @dataclass(eq=False)
@@ -166,40 +78,31 @@ class Pace:
     Without it a node would stay unused if others are faster than the first guess: more nodes would not help.
 
     Attributes:
+        prompt_alone: As `prompt`, at nodes that give no answer.
         is_known: Prompts and steps were measured, and are no guess.
     """
 
     def __init__(self) -> None:
-        self.prompt = Line(SECONDS_PER_PROMPT, GUESSED_PROMPTS)
-        self.step = Line(SECONDS_PER_STEP, GUESSED_STEPS)
+        self.prompt, self.prompt_alone = (Line(SECONDS_PER_PROMPT, GUESSED_PROMPTS) for _ in range(2))
+        self.step = Line(SECONDS_PER_STEP, GUESSED_STEPS, FADING_OF_STEPS)
+        self.roles = Roles()
         self._has_prompts = self._has_steps = False
-        # Prompts and tokens to compute that were asked for lately, since when, and when the latest was.
-        self._num = self._num_tokens = 0.0
-        self._first_at = self._latest_at = 0.0
-
-    def prompt_asked(self, num_tokens: int, now: float) -> None:
-        """Note a prompt that a node is to compute."""
-        if not self._num:
-            self._first_at = now
-        fading = math.exp(-max(0.0, now - self._latest_at) / DEMAND_S)
-        self._num = self._num * fading + 1
-        self._num_tokens = self._num_tokens * fading + num_tokens
-        self._latest_at = now
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens to compute of a prompt that was asked for lately."""
-        return self._num_tokens / self._num if self._num else 0.0
 
     @property
     def is_known(self) -> bool:
         return self._has_prompts and self._has_steps
 
-    def prompt_measured(self, num_tokens: int, seconds: float) -> None:
+    def prompt_measured(self, num_tokens: int, seconds: float, num_answers: int) -> None:
+        """Take in what a prompt took at a node that was giving so many answers."""
+        # It waited for half a step, and shared the next one with the answers.
+        beside_s = self.step.at(num_answers) / 2 + self.step.slope * num_answers if num_answers else 0.0
+        alone_s = max(MIN_S, seconds - beside_s)
         if not self._has_prompts:
             self.prompt.rescale(num_tokens, seconds)
+            self.prompt_alone.rescale(num_tokens, alone_s)
         self._has_prompts = True
         self.prompt.add(num_tokens, seconds)
+        self.prompt_alone.add(num_tokens, alone_s)
 
     def step_measured(self, num_answers: int, seconds: float) -> None:
         if not self._has_steps:
@@ -207,18 +110,10 @@ class Pace:
         self._has_steps = True
         self.step.add(num_answers, seconds)
 
-    def demand(self, now: float) -> float:
-        """Return how many nodes prompts would keep busy, if as many come as did lately."""
-        seconds = self._num * self.prompt.start + self._num_tokens * self.prompt.slope
-        fading = math.exp(-max(0.0, now - self._latest_at) / DEMAND_S)
-        # What has been counted for a short time only would look like little work.
-        counted_s = DEMAND_S * (1 - math.exp(-max(0.5, now - self._first_at) / DEMAND_S))
-        return seconds * fading / counted_s
-
 
 def _own(line: Line, guesses: Sequence[tuple[float, float]], weight: float) -> Line:
     """Return the line of one node, which begins as that of all."""
-    return Line([(x, line.at(x)) for x, _ in guesses], weight)
+    return Line([(x, line.at(x)) for x, _ in guesses], weight, line.fading)
 
 
 @dataclass(eq=False)
@@ -280,6 +175,14 @@ class NodeLoad:
         """Answers that it is giving, other routers' included."""
         return len(self.answers) + self.num_other_answers
 
+    @property
+    def num_answers_soon(self) -> int:
+        """The same, with those whose prompts other nodes compute for it.
+
+        A choice that does not see these gives one node the answers of all prompts that come together.
+        """
+        return self.num_answers + len(self.coming)
+
     def note_all(self, num_running: int, num_waiting: int) -> None:
         """Note what the node says that it has to do for all its clients.
 
@@ -291,11 +194,11 @@ class NodeLoad:
         self.num_other_answers = num_others - self.num_other_prompts
         self._estimate_queue()
 
-    def prompt_asked(self, prompt: Work) -> None:
-        """Note a prompt that it is to compute."""
+    def prompt_asked(self, prompt: Work, num_tokens: int, num_steps: float) -> None:
+        """Note a prompt of so many tokens that it is to compute, and whose answer may have so many."""
         self.prompts[prompt] = None
         self._most_requests = max(self._most_requests, self.num_requests)
-        self.pace.prompt_asked(prompt.num_tokens, prompt.at)
+        self.pace.roles.note(Recent(prompt.at, prompt.num_tokens, num_tokens, num_steps))
         self._num_waiting += prompt.num_tokens
         self._estimate_queue()
         fading = math.exp(-max(0.0, prompt.at - self._recent_at) / RECENT_S)
@@ -336,14 +239,14 @@ class NodeLoad:
                 self.prompt = _own(self.prompt, SECONDS_PER_PROMPT, GUESSED_PROMPTS)
                 self.prompt.rescale(prompt.num_tokens, seconds)
             self.prompt.add(prompt.num_tokens, seconds)
-            self.pace.prompt_measured(prompt.num_tokens, seconds)
+            self.pace.prompt_measured(prompt.num_tokens, seconds, self.num_answers)
             self._done_at = now
         self._estimate_queue()
 
     def _estimate_queue(self) -> None:
         # Here and not when it is asked for, because every choice asks every node.
         self.queue_s = len(self.prompts) * self.prompt.start + self._num_waiting * self.prompt.slope
-        self.queue_s += self.num_other_prompts * self.prompt.at(self.pace.mean_tokens)
+        self.queue_s += self.num_other_prompts * self.prompt.at(self.pace.roles.mean_missing)
 
     def tokens_came(self, answer: Work, now: float, num_tokens: int) -> None:
         """Note tokens of an answer that came together.
@@ -382,27 +285,6 @@ def _made_late(work: Work, before_s: float, seconds: float) -> float:
     if work.spare_s <= 0 or before_s + seconds <= SURELY_KEPT * work.spare_s:
         return 0.0
     return chance_to_miss(before_s + seconds, work.spare_s) - chance_to_miss(before_s, work.spare_s)
-
-
-def chance_to_miss(estimate_s: float, limit_s: float) -> float:
-    """Return how likely a limit is missed."""
-    if limit_s <= 0:
-        return 1.0
-    share = (estimate_s / limit_s - SURELY_KEPT) / (SURELY_MISSED - SURELY_KEPT)
-    return min(1.0, max(0.0, share))
-
-
-def chance_of_more(mean: float, number: float) -> float:
-    """Return how likely more than a number of things happen that happen so often on average, independently of
-    each other.
-    """
-    if number > 20:  # near enough, and no sum of a thousand terms
-        return float(mean > number)
-    chance = term = math.exp(-mean)
-    for each in range(1, int(number) + 1):
-        term *= mean / each
-        chance += term
-    return max(0.0, 1.0 - chance)
 
 
 @dataclass(frozen=True)
@@ -509,7 +391,11 @@ def choose(
     """
     able = set(prefills)
     both = [node for node in decodes if node in able]
-    for_prompts = _for_prompts(both, limits, now) if may_be_local and may_hand_over else set()
+    for_prompts: set[NodeLoad] = set()
+    if may_be_local and may_hand_over and len(both) >= MIN_NODES_WITH_ROLES and both[0].pace.is_known:
+        for_prompts = kept_for_prompts(both, limits, now)
+        # Where each node does both, a handover only adds to what its prompt takes.
+        may_hand_over = bool(for_prompts) or len(both) < len(decodes) or len(both) < len(prefills)
     first = prefills if may_hand_over else ()
     pairs = _shortlisted(ask, first, decodes, both if may_be_local else (), for_prompts)
     if not pairs:
@@ -598,27 +484,31 @@ def _work_at(node: NodeLoad) -> tuple[int, ...]:
     return len(node.prompts), len(node.answers), len(node.coming), *others
 
 
-def _for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[NodeLoad]:
-    """Return the nodes at which an answer would be in the way: as many as prompts keep busy, those with the
+def kept_for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[NodeLoad]:
+    """Return the nodes at which an answer would be in the way: as many as `Roles` decides, those with the
     fewest answers.
 
     Without them answers spread over all nodes, because each is best given where there are few, and then every
-    prompt pauses some. Other routers' prompts are taken to be to theirs as many as this router's are to its
-    own requests.
+    prompt pauses some.
     """
-    if len(nodes) < MIN_NODES_WITH_ROLES or not (pace := nodes[0].pace).is_known:
-        return set()
+    pace = nodes[0].pace
     num_own = sum(node.num_requests for node in nodes)
     num_others = sum(node.num_other_prompts + node.num_other_answers for node in nodes)
-    step, prompts = pace.step, pace.demand(now) * (1 + num_others / num_own if num_own else 1.0)
-    itl_limit_s = limits.itl_s or PATIENCE * step.at(1)
-    num_each = max(1.0, (SURELY_KEPT * itl_limit_s - step.start) / max(step.slope, MIN_S))
-    num_answers = [node.num_answers + len(node.coming) for node in nodes]
-    answers = sum(num_answers) / num_each
-    # If there is more to do than the nodes can, both kinds of work get their share.
-    share = prompts / (prompts + answers) if prompts else 0.0
-    num = min(len(nodes) - 1, round(prompts), round(share * len(nodes)))
-    return {nodes[place] for place in sorted(range(len(nodes)), key=num_answers.__getitem__)[:num]}
+    times = Times(
+        pace.prompt_alone,
+        pace.step,
+        limits.itl_s or PATIENCE * pace.step.at(1),
+        limits.ttft_s,
+        0.0 if limits.ttft_s else PATIENCE,
+        HANDOVER_S,
+    )
+    # Other routers' requests are taken to be like this router's.
+    num = pace.roles.decide(now, len(nodes), times, num_own / (num_own + num_others) if num_own else 1.0)
+    # Those that are kept already stay so: the answers of a node that changes its role are paused by prompts.
+    kept = pace.roles.kept
+    ordered = sorted(nodes, key=lambda node: (node.url not in kept, node.num_answers_soon))
+    pace.roles.kept = {node.url for node in ordered[:num]}
+    return set(ordered[:num])
 
 
 def _least(nodes: Sequence[NodeLoad], costs: Sequence[tuple[int, float]]) -> dict[NodeLoad, None]:
@@ -634,14 +524,14 @@ def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
     num_answers, prompt, step = node.num_answers, node.prompt, node.step
     num_missing = ask.num_tokens - ask.cached.get(node.url, 0)
     prompt_s = prompt.start + prompt.slope * num_missing
-    steps_s = step.start + step.slope * (2 * num_answers + 1)
+    steps_s = step.start + step.slope * (2 * node.num_answers_soon + 1)
     # Each answer of the node pauses while it computes.
     return node.queue_s + prompt_s * (1 + num_answers), ask.num_steps * steps_s
 
 
 def _steps_s(ask: Ask, node: NodeLoad) -> float:
     """What the steps of an answer take, and what it adds to those of the node's other answers."""
-    num_answers, step = node.num_answers, node.step
+    num_answers, step = node.num_answers_soon, node.step
     return ask.num_steps * (step.at(num_answers + 1) + num_answers * step.slope)
 
 

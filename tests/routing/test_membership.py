@@ -287,7 +287,7 @@ async def test_the_routers_view_of_a_node_shows_its_probe_and_version() -> None:
         await until(knows_version)
         node = (await made.seen())[url]
         names = "url role kv_role load models state why in_flight offers ejections version last_probe sources"
-        assert node.keys() == {*names.split(), "cached_blocks"}
+        assert node.keys() == {*names.split(), "cached_blocks", "kept_for_prompts"}
         assert (node["role"], node["why"], node["version"]) == ("decode", "", "1.2.3")
         assert node["last_probe"].keys() == {"path", "at", "seconds", "error"}
         assert node["last_probe"]["path"] == "/ready"

@@ -11,18 +11,9 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.spans import RecentSpans
+from kvferry.router.choice.estimates import Line, Rate, chance_of_more
 from kvferry.router.choice.fleet import Fleet, Progress
-from kvferry.router.choice.placement import (
-    Ask,
-    Choice,
-    Limits,
-    Line,
-    NodeLoad,
-    Rate,
-    Work,
-    chance_of_more,
-    choose,
-)
+from kvferry.router.choice.placement import Ask, Choice, Limits, NodeLoad, Work, choose
 from kvferry.router.choice.prefixes import PIECE_TOKENS, Prefixes, keys_of
 from tests.support.fake_nodes import routed
 from tests.support.patience import DEADLINE_S
@@ -40,7 +31,11 @@ def nodes(num: int) -> list[NodeLoad]:
 
 def compute(load: NodeLoad, num_tokens: int) -> None:
     """Give a node a prompt to compute, whose answer is given elsewhere."""
-    load.prompt_asked(Work(num_tokens, 0.0))
+    ask_prompt(load, Work(num_tokens, 0.0))
+
+
+def ask_prompt(load: NodeLoad, prompt: Work) -> None:
+    load.prompt_asked(prompt, prompt.num_tokens, num_steps=64)
 
 
 def answer(load: NodeLoad, num: int, spare_s: float = 1e9) -> None:
@@ -85,7 +80,7 @@ def test_a_request_goes_to_the_node_with_less_to_do_for_other_routers(
 def test_requests_that_came_or_ended_during_a_check_are_no_other_routers() -> None:
     (load,) = nodes(1)
     prompt = Work(20, 0.0)
-    load.prompt_asked(prompt)
+    ask_prompt(load, prompt)
     load.prompt_ended(prompt, 0.1, is_computed=True)
     load.note_all(1, 0)
     assert load.num_answers == 0
@@ -116,7 +111,7 @@ def test_a_prompt_goes_where_it_makes_no_answer_late() -> None:
     # The answer of a prompt that waits for its turn is held up as well.
     for load in loads:
         load.answers.clear()
-    one.prompt_asked(Work(300, 0.0, spare_s=0.3))
+    ask_prompt(one, Work(300, 0.0, spare_s=0.3))
     compute(other, 600)
     assert chosen(Ask(1000, 8), loads).prefill is other
 
@@ -136,10 +131,11 @@ def test_a_prompt_keeps_away_from_an_answer_that_a_node_will_give_after_a_handov
     # The cache comes in a moment, and the answer may be late by little.
     first.coming[Work(0, 0.1, spare_s=0.2)] = None
     assert chosen(Ask(400, 8), loads).prefill is not first
+    assert first.num_delayed(0.4, now=0.0) > 0.5
     first.coming.clear()
     # Long before it comes, the prompt is computed.
     first.coming[Work(0, 10.0, spare_s=0.2)] = None
-    assert chosen(Ask(400, 8), loads).prefill is first
+    assert first.num_delayed(0.4, now=0.0) == 0
 
 
 def test_a_prompt_that_is_computed_for_a_while_is_waited_for_that_much_less() -> None:
@@ -156,7 +152,7 @@ def test_an_answer_is_given_where_fewer_prompts_come() -> None:
     computing, answering = loads = nodes(2)
     for at in range(20):
         prompt = Work(1000, float(at))
-        computing.prompt_asked(prompt)
+        ask_prompt(computing, prompt)
         computing.prompt_ended(prompt, at + 0.9, is_computed=True)
     answer(answering, 3, spare_s=0.5)
     ask = Ask(1000, 8)
@@ -262,7 +258,7 @@ def test_a_node_is_as_fast_as_it_was_lately() -> None:
     for seconds in (0.1, 4.0):
         for _ in range(100):
             prompt = Work(1000, now)
-            load.prompt_asked(prompt)
+            ask_prompt(load, prompt)
             now += seconds
             load.prompt_ended(prompt, now, is_computed=True)
         assert load.prompt.at(1000) == pytest.approx(seconds, rel=0.2)
@@ -274,7 +270,7 @@ def test_the_wait_behind_another_prompt_is_not_taken_for_computing() -> None:
         began = 10.0 * round_
         prompts = [Work(1000, began) for _ in range(4)]
         for prompt in prompts:
-            load.prompt_asked(prompt)
+            ask_prompt(load, prompt)
         for place, prompt in enumerate(prompts, 1):
             load.prompt_ended(prompt, began + place, is_computed=True)
     assert load.prompt.at(1000) == pytest.approx(1.0, rel=0.01)
@@ -297,7 +293,7 @@ def test_a_step_during_a_prompt_says_nothing_about_steps() -> None:
     load.answers[given] = None
     before = load.step.at(1)
     prompt = Work(100, 0.0)
-    load.prompt_asked(prompt)
+    ask_prompt(load, prompt)
     load.tokens_came(given, 5.0, 1)
     assert load.step.at(1) == before
     assert given.spare_s == pytest.approx(5.0 + before)  # but the answer has less time left

@@ -1,0 +1,152 @@
+"""How many nodes are kept for prompts: the slow decision of a placement.
+
+Comes in: when requests came lately and how long they were, and what prompts and steps take. Goes out: a
+number of nodes at which no answer should be given while others have room. With 0 each node does both, and
+nothing is handed over. Pure: the caller tells the time.
+
+For each number the share of the latest requests is estimated that would be late with it, from what queues do
+on average: prompts wait at the nodes that compute them, and answers share a step. Where a node does both,
+each prompt pauses its answers. The arithmetic is in `docs/router-design.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from .estimates import MIN_S, Line, chance_of_more, chance_to_miss
+
+#: Requests that the estimate is made of. With 96 the rate is so uncertain that roles change all the time.
+NUM_RECENT = 256
+#: So many must have come before anything is decided.
+NUM_FIRST = 8
+#: Seconds between two decisions.
+DECIDE_S = 1.0
+#: Of those requests, how many are judged, and about how many numbers are tried: a decision takes about 2 ms.
+NUM_JUDGED, NUM_TRIED = 64, 16
+#: By how much fewer requests must be late for the number to change: a change of roles pauses answers.
+CLEARLY = 0.03
+#: Share of late requests that fully used nodes weigh as much as: of numbers that keep all limits, the one
+#: that leaves most room is best.
+WEIGHT_OF_USE = 0.1
+#: Steps are estimated to be at most so many limits long, and queues to be at most so full.
+MOST_LIMITS, FULLEST = 10.0, 0.98
+
+
+class Recent(NamedTuple):
+    """A request that came lately.
+
+    Attributes:
+        num_missing: Tokens of its prompt that its node had to compute, of `num_tokens`.
+        num_steps: Tokens of its answer.
+    """
+
+    at: float
+    num_missing: int
+    num_tokens: int
+    num_steps: float
+
+
+class Times(NamedTuple):
+    """What work takes, and what it should take at most, in seconds.
+
+    Attributes:
+        prompt: Of a prompt by its tokens, at a node that gives no answer.
+        step: Of a step by its answers.
+        ttft_limit_s: The limit of a first token is this, plus `ttft_limit_times` what the prompt takes.
+        handover_s: Of handing a prompt over.
+    """
+
+    prompt: Line
+    step: Line
+    itl_limit_s: float
+    ttft_limit_s: float
+    ttft_limit_times: float
+    handover_s: float
+
+
+class Roles:
+    """Decides how many nodes are kept for prompts.
+
+    Attributes:
+        num: The latest decision.
+        kept: URLs of the nodes that were kept last.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.kept: AbstractSet[str] = frozenset()
+        self._recent: deque[Recent] = deque(maxlen=NUM_RECENT)
+        self._decided_at = -math.inf
+
+    def note(self, request: Recent) -> None:
+        """Note a request whose prompt a node is to compute."""
+        self._recent.append(request)
+
+    @property
+    def mean_missing(self) -> float:
+        """Tokens to compute of a prompt that was asked for lately."""
+        return sum(each.num_missing for each in self._recent) / max(1, len(self._recent))
+
+    def decide(self, now: float, num_nodes: int, times: Times, share: float = 1.0) -> int:
+        """Return how many of the nodes are to be kept for prompts.
+
+        Args:
+            share: Of all requests at the nodes, those that were noted here.
+        """
+        if now - self._decided_at >= DECIDE_S and len(self._recent) >= NUM_FIRST:
+            self._decided_at = now
+            costs = self.costs(now, num_nodes, times, share)
+            best = min(costs, key=costs.__getitem__)
+            if costs[best] < costs.get(self.num, math.inf) - CLEARLY:
+                self.num = best
+        return min(self.num, num_nodes - 1)
+
+    def costs(self, now: float, num_nodes: int, times: Times, share: float) -> Mapping[int, float]:
+        """Return the share of the requests that would be late, and a little for what is in use, by the number
+        of nodes that are kept for prompts.
+        """
+        rate = len(self._recent) / max(MIN_S, now - self._recent[0].at) / share
+        own = [times.prompt.at(each.num_missing) for each in self._recent]
+        mean, square = sum(own) / len(own), sum(each * each for each in own) / len(own)
+        num_steps = sum(each.num_steps for each in self._recent) / len(own)
+        judged = list(zip(own, self._recent, strict=True))[:: -(-len(own) // NUM_JUDGED)]
+        start, limit_s, most_s = times.step.start, times.itl_limit_s, MOST_LIMITS * times.itl_limit_s
+        # A prompt pauses the answers of its node for what it takes beside a step that they have anyway.
+        pause_s = max(MIN_S, mean - start)
+        costs: dict[int, float] = {}
+        tried = {*range(0, num_nodes, -(-num_nodes // NUM_TRIED)), self.num - 1, self.num, self.num + 1}
+        for num in sorted(tried & {*range(num_nodes)}):
+            num_answering = num_nodes - num
+            # Of each second at a node: what tokens take beside their steps, and what prompts do.
+            tokens = times.step.slope * rate * num_steps / num_answering
+            used = rate * mean / num if num else rate * pause_s / num_nodes
+            left = 1 - tokens - (0.0 if num else used)
+            itl_s = min(start / left, most_s) if left > 0 else most_s
+            step_s = itl_s if num else start + tokens * itl_s  # without the pauses
+            if num:  # a queue before several nodes, after Sakasegawa's approximation
+                waits = min(1.0, used ** math.sqrt(2 * (num + 1)))
+                queue_s = square / (2 * mean) / (num * max(1 - FULLEST, 1 - used))
+                before_s = times.handover_s + 1.5 * step_s
+            else:
+                waits = min(1.0, used)
+                queue_s = square / (2 * mean) / max(1 - FULLEST, 1 - used - tokens)
+                before_s = 1.5 * step_s - start  # the rest of the present step, and the answers in its own
+            is_slow = chance_to_miss(step_s, limit_s)
+            num_late = 0.0
+            for prompt_s, each in judged:
+                spare_s = times.ttft_limit_s + times.ttft_limit_times * times.prompt.at(each.num_tokens)
+                spare_s -= before_s + prompt_s
+                waits_long = waits * math.exp(-spare_s / queue_s) if spare_s > 0 else 1.0
+                is_paused = is_slow
+                if not num and each.num_steps > 1 and step_s < limit_s:
+                    num_prompts = rate / num_nodes * each.num_steps * itl_s  # that come during the answer
+                    bearable = (each.num_steps - 1) * (limit_s - step_s) / pause_s
+                    is_paused = max(is_paused, chance_of_more(num_prompts, bearable))
+                num_late += 1 - (1 - waits_long) * (1 - is_paused)
+            in_use = max(used, min(3.0, step_s / limit_s))
+            costs[num] = num_late / len(judged) + WEIGHT_OF_USE * in_use
+        return costs
