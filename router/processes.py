@@ -63,7 +63,7 @@ class Frame(NamedTuple):
     """A message.
 
     Attributes:
-        worker: Who it is about, from or to; see `Kind`.
+        worker: The number of the worker that it is about, or that sends or receives it; see `Kind`.
         question: Which question an answer answers.
     """
 
@@ -299,7 +299,10 @@ class _Parent:
         if not self._is_ready and len(there) == self._num and all(each.facts.get("ready") for each in there):
             self._is_ready = True
             self._link.report(ready=True)
-        self._stop_if_drained()
+        if self._is_draining:
+            self._stop_if_drained()
+        elif worker.facts.get("drained"):  # only this worker got a signal: another one takes its place
+            self._send(worker, Frame(Kind.STOP).encoded())
 
     def _send_all(self, frame: Frame, but: _Worker | None = None) -> None:
         encoded = frame.encoded()
@@ -370,6 +373,7 @@ class _Parent:
             self._send_all(Frame(Kind.DRAIN))
 
     def _stop_if_drained(self) -> None:
+        """Stop the workers as soon as none has anything to do."""
         if self._workers and all(worker.facts.get("drained") for worker in self._workers.values()):
             self._stop()
 

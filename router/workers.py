@@ -207,6 +207,8 @@ class Siblings(asyncio.Protocol):
                 states = {topic: tell() for topic, (tell, _) in self._states.items()}
                 self._send(Frame(Kind.STATE, orjson.dumps(states), worker))
             case Kind.STATE:
+                # The sender flushed before it wrote this, and its news was not heard until now. So no step is
+                # replayed twice.
                 self._others.add(worker)
                 for topic, state in orjson.loads(frame.payload).items():
                     self._states[topic][1](worker, state)

@@ -16,7 +16,7 @@ ROOT: Final = Path(__file__).parents[1]
 #: Name of a part, the folders or files in it, what counts there, and how many lines it may have.
 PARTS: Final = (
     ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_300),
-    ("router", ("router",), ".py", 15_630),
+    ("router", ("router",), ".py", 15_640),
     ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 24_390),
     ("tests", ("tests",), ".py", 75_000),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_600),

@@ -77,7 +77,7 @@ class Fleet:
     @property
     def kept_for_prompts(self) -> AbstractSet[str]:
         """URLs of the nodes that give no answer while others have room."""
-        return self._pace.roles.kept
+        return {url for url, load in self._loads.items() if load.is_kept}
 
     def note_all(self, url: str, occupancy: Occupancy) -> None:
         """Note what a node says that it has to do for all its clients."""
@@ -189,13 +189,11 @@ class Progress:
         """Note that a node is asked to compute the prompt."""
         load, choice = self._fleet.load(url), self.choice
         ask = self._asked or self.ask()
-        is_handed_over = choice is not None and choice.prefill is load and not choice.is_local
-        spare_s = choice.spare_s if choice is not None and choice.is_local else 0.0
-        coming = (
-            (choice.decode.url, choice.ttft_s, choice.spare_s)
-            if choice is not None and is_handed_over
-            else ()
-        )
+        spare_s, coming = 0.0, tuple[Any, ...]()
+        if choice is not None and choice.is_local:
+            spare_s = choice.spare_s
+        elif choice is not None and choice.prefill is load:
+            coming = choice.decode.url, choice.ttft_s, choice.spare_s
         self._step("prompt_asked", url, ask.num_missing(load), ask.num_steps, spare_s, *coming)
 
     def prompt_ended(self, *, is_computed: bool) -> None:

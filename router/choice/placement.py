@@ -93,7 +93,7 @@ class Pace:
         return self._has_prompts and self._has_steps
 
     def prompt_measured(self, num_tokens: int, seconds: float, num_answers: int) -> None:
-        """Take in what a prompt took at a node that was giving so many answers."""
+        """Take in the seconds that a prompt took at a node which was giving `num_answers` answers."""
         # It waited for half a step, and shared the next one with the answers.
         beside_s = self.step.at(num_answers) / 2 + self.step.slope * num_answers if num_answers else 0.0
         alone_s = max(MIN_S, seconds - beside_s)
@@ -135,6 +135,7 @@ class NodeLoad:
         prompt_trouble, answer_trouble: How bad it is to choose for a prompt, and for an answer, by its state
             and its failures. That comes before all times: a node that does not work may look as if it had
             nothing to do.
+        is_kept: It was kept for prompts at the latest choice.
     """
 
     url: str
@@ -149,6 +150,7 @@ class NodeLoad:
     num_other_answers: int = 0
     prompt_trouble: int = 0
     answer_trouble: int = 0
+    is_kept: bool = False
     # The most requests that it had of this router since the latest check. One that came or ended during a
     # check must not look like another router's.
     _most_requests: int = 0
@@ -195,7 +197,12 @@ class NodeLoad:
         self._estimate_queue()
 
     def prompt_asked(self, prompt: Work, num_tokens: int, num_steps: float) -> None:
-        """Note a prompt of so many tokens that it is to compute, and whose answer may have so many."""
+        """Note a prompt that it is to compute.
+
+        Args:
+            num_tokens: Of the whole prompt, the cached ones included.
+            num_steps: Tokens that the answer may have.
+        """
         self.prompts[prompt] = None
         self._most_requests = max(self._most_requests, self.num_requests)
         self.pace.roles.note(Recent(prompt.at, prompt.num_tokens, num_tokens, num_steps))
@@ -391,11 +398,12 @@ def choose(
     """
     able = set(prefills)
     both = [node for node in decodes if node in able]
-    for_prompts: set[NodeLoad] = set()
+    num_kept = 0
     if may_be_local and may_hand_over and len(both) >= MIN_NODES_WITH_ROLES and both[0].pace.is_known:
-        for_prompts = kept_for_prompts(both, limits, now)
+        num_kept = _num_for_prompts(both, limits, now)
         # Where each node does both, a handover only adds to what its prompt takes.
-        may_hand_over = bool(for_prompts) or len(both) < len(decodes) or len(both) < len(prefills)
+        may_hand_over = num_kept > 0 or len(both) < len(decodes) or len(both) < len(prefills)
+    for_prompts = keep_for_prompts(both, num_kept)
     first = prefills if may_hand_over else ()
     pairs = _shortlisted(ask, first, decodes, both if may_be_local else (), for_prompts)
     if not pairs:
@@ -484,13 +492,8 @@ def _work_at(node: NodeLoad) -> tuple[int, ...]:
     return len(node.prompts), len(node.answers), len(node.coming), *others
 
 
-def kept_for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> set[NodeLoad]:
-    """Return the nodes at which an answer would be in the way: as many as `Roles` decides, those with the
-    fewest answers.
-
-    Without them answers spread over all nodes, because each is best given where there are few, and then every
-    prompt pauses some.
-    """
+def _num_for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> int:
+    """Return at how many of the nodes an answer would be in the way, as `Roles` decides."""
     pace = nodes[0].pace
     num_own = sum(node.num_requests for node in nodes)
     num_others = sum(node.num_other_prompts + node.num_other_answers for node in nodes)
@@ -503,12 +506,21 @@ def kept_for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> s
         HANDOVER_S,
     )
     # Other routers' requests are taken to be like this router's.
-    num = pace.roles.decide(now, len(nodes), times, num_own / (num_own + num_others) if num_own else 1.0)
+    return pace.roles.decide(now, len(nodes), times, num_own / (num_own + num_others) if num_own else 1.0)
+
+
+def keep_for_prompts(nodes: Sequence[NodeLoad], num: int) -> set[NodeLoad]:
+    """Keep a number of nodes for prompts, those with the fewest answers, and return them.
+
+    Without them answers spread over all nodes, because each is best given where there are few, and then every
+    prompt pauses some.
+    """
     # Those that are kept already stay so: the answers of a node that changes its role are paused by prompts.
-    kept = pace.roles.kept
-    ordered = sorted(nodes, key=lambda node: (node.url not in kept, node.num_answers_soon))
-    pace.roles.kept = {node.url for node in ordered[:num]}
-    return set(ordered[:num])
+    ordered = sorted(nodes, key=lambda node: (not node.is_kept, node.num_answers_soon)) if num else ()
+    kept = set(ordered[:num])
+    for node in nodes:
+        node.is_kept = node in kept
+    return kept
 
 
 def _least(nodes: Sequence[NodeLoad], costs: Sequence[tuple[int, float]]) -> dict[NodeLoad, None]:

@@ -16,7 +16,8 @@ from .fleet import Fleet, Progress
 #: Seconds between two steps that tell tokens of the same answer. Replaying each token would cost every other
 #: process a tenth of what the token itself costs.
 TOKENS_S: Final = 0.25
-#: Steps of a request that are told to a process that has just started: the latest ones.
+#: Steps of a request that are told to a process that has just started: the latest ones. Without earlier ones
+#: the state is the same, because each step first ends what the one before it began.
 MAX_STEPS: Final = 16
 
 #: The step before the first one: its details are the size of the prompt and its keys.
@@ -49,8 +50,12 @@ class Teller:
         fleet.on_step = self._note
 
     def state(self) -> list[Step]:
-        """Return the steps by which another fleet learns of the requests that have not ended."""
-        return [step for told in self._live.values() for step in (told.begins, *told.steps)]
+        """Return the steps by which another fleet learns of the requests that have not ended.
+
+        Without the prompts' keys: those of a thousand long prompts would fill a frame, and they only say what
+        nodes have cached.
+        """
+        return [step for told in self._live.values() for step in ([*told.begins[:-1], []], *told.steps)]
 
     def _note(self, progress: Progress, name: str, now: float, details: tuple[Any, ...]) -> None:
         told = self._live.get(progress)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from .estimates import MIN_S, Line, chance_of_more, chance_to_miss
@@ -32,7 +31,7 @@ CLEARLY = 0.03
 #: Share of late requests that fully used nodes weigh as much as: of numbers that keep all limits, the one
 #: that leaves most room is best.
 WEIGHT_OF_USE = 0.1
-#: Steps are estimated to be at most so many limits long, and queues to be at most so full.
+#: Bounds of the estimates, so that they stay finite: a step's length in limits, and the use of a queue.
 MOST_LIMITS, FULLEST = 10.0, 0.98
 
 
@@ -73,12 +72,10 @@ class Roles:
 
     Attributes:
         num: The latest decision.
-        kept: URLs of the nodes that were kept last.
     """
 
     def __init__(self) -> None:
         self.num = 0
-        self.kept: AbstractSet[str] = frozenset()
         self._recent: deque[Recent] = deque(maxlen=NUM_RECENT)
         self._decided_at = -math.inf
 
@@ -109,6 +106,7 @@ class Roles:
         """Return the share of the requests that would be late, and a little for what is in use, by the number
         of nodes that are kept for prompts.
         """
+        # Until now and not until the latest one, so that the rate falls when requests stop coming.
         rate = len(self._recent) / max(MIN_S, now - self._recent[0].at) / share
         own = [times.prompt.at(each.num_missing) for each in self._recent]
         mean, square = sum(own) / len(own), sum(each * each for each in own) / len(own)
@@ -127,7 +125,9 @@ class Roles:
             left = 1 - tokens - (0.0 if num else used)
             itl_s = min(start / left, most_s) if left > 0 else most_s
             step_s = itl_s if num else start + tokens * itl_s  # without the pauses
-            if num:  # a queue before several nodes, after Sakasegawa's approximation
+            # The rest of the prompt that is being computed is the mean square by twice the mean. With several
+            # nodes the chance to wait at all is Sakasegawa's approximation.
+            if num:
                 waits = min(1.0, used ** math.sqrt(2 * (num + 1)))
                 queue_s = square / (2 * mean) / (num * max(1 - FULLEST, 1 - used))
                 before_s = times.handover_s + 1.5 * step_s

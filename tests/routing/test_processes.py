@@ -18,7 +18,7 @@ URLS = [f"http://n{number}" for number in range(4)]
 
 
 class Process:
-    """A fleet that tells its steps to the others at once, as JSON."""
+    """A fleet whose steps are encoded as JSON and replayed in the other fleets immediately."""
 
     def __init__(self, number: int, others: list[Process], clock: list[float]) -> None:
         self.number, self.others = number, others

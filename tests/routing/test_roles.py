@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvferry.router.choice.estimates import Line
-from kvferry.router.choice.placement import Limits, NodeLoad, Pace, Work, kept_for_prompts
+from kvferry.router.choice.placement import NodeLoad, Work, keep_for_prompts
 from kvferry.router.choice.roles import DECIDE_S, NUM_TRIED, Recent, Roles, Times
 
 #: A node like one core: 24 ms and 0.9 ms per token for a prompt, 24 ms and 5 ms per answer for a step.
@@ -88,14 +88,13 @@ def test_nodes_that_are_kept_stay_so_while_their_number_does() -> None:
     """A node that changed its role whenever another one had fewer answers would always have both kinds of
     work.
     """
-    pace = Pace()
-    loads = [NodeLoad(f"http://node-{number}", pace) for number in range(8)]
-    pace.roles.num = 3
-    first = kept_for_prompts(loads, Limits(), 0.0)
+    loads = [NodeLoad(f"http://node-{number}") for number in range(8)]
+    first = keep_for_prompts(loads, 3)
     for load in first:
         load.answers = {Work(0, 0.0): None for _ in range(5)}
-    assert kept_for_prompts(loads, Limits(), 0.1) == first
-    pace.roles.num = 4
-    assert kept_for_prompts(loads, Limits(), 0.2) > first
+    assert keep_for_prompts(loads, 3) == first
+    assert keep_for_prompts(loads, 4) > first
     gone = next(iter(first))
-    assert len(kept_for_prompts([load for load in loads if load is not gone], Limits(), 0.3)) == 4
+    assert keep_for_prompts([load for load in loads if load is not gone], 3) >= first - {gone}
+    assert not keep_for_prompts(loads, 0)
+    assert not any(load.is_kept for load in loads)

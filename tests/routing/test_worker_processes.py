@@ -223,6 +223,19 @@ async def test_a_signal_to_the_parent_drains_all_processes() -> None:
         assert not any(map(is_alive, workers))
 
 
+async def test_a_signal_to_one_process_lets_another_one_take_its_place() -> None:
+    async with running() as router:
+        drained = router.workers()[0]
+        os.kill(drained, signal.SIGTERM)
+        await until(lambda: not is_alive(drained))
+        await until(lambda: len([pid for pid in router.workers() if is_alive(pid)]) == 2)
+
+        async def all_answer() -> bool:
+            return set(await asyncio.gather(*(router.complete() for _ in range(10)))) == {200}
+
+        await until(all_answer)
+
+
 async def test_the_admin_endpoint_drains_all_processes_and_a_second_signal_ends_them() -> None:
     async with running() as router, streams(router, 10) as begun:
         async with router.session.post(f"{router.admin_url}/admin/drain") as response:
