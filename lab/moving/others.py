@@ -156,11 +156,7 @@ class Agent:
         self._memory = pool_memory(setup.pool_bytes)
         self.pool = np.frombuffer(self._memory, dtype=np.int64)
         self.address = self.pool.ctypes.data
-        self._registered = self.agent.register_memory([(self.address, setup.pool_bytes, 0, "")], "DRAM")
-
-    def deregister(self) -> None:
-        """Take the pool back from NIXL."""
-        self.agent.deregister_memory(self._registered)
+        self.agent.register_memory([(self.address, setup.pool_bytes, 0, "")], "DRAM")
 
 
 def own_nixl(setup: Setup, reader: Connection) -> None:
