@@ -1,5 +1,5 @@
 """How long a transport takes, with its default options, to notice that a link is cut in the middle of a
-handoff, and how long to hand over again after the link is mended. NIXL alone is measured beside it.
+handoff, and how long to hand over again after the link is mended.
 
 The times are printed (`-s`); `docs/reliability.md` has them. Asserted is only that a load ends, and that the
 pair heals.
@@ -10,16 +10,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from .test_two_hosts import PACKAGES, Host, Pair, Program, running, start_and_wait_until_half_way, wait_until
+from .test_two_hosts import PACKAGES, Host, Pair, running, start_and_wait_until_half_way
 
-BARE_NIXL = Path(__file__).parent / "children" / "bare_nixl.py"
 #: No timeout of any transport is longer.
 NOTICED_S = 60.0
 #: A link that stays down for longer than this was mended by a person.
@@ -85,68 +82,3 @@ def deliver_at_last(pair: Pair) -> int:
             assert digest == expected
             return num_failed
         num_failed += 1
-
-
-class BareNixl(Program):
-    """NIXL's agent on the host that reads."""
-
-    def __init__(self, network: Any, host: str) -> None:
-        variables = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
-        super().__init__(network.inside(host), BARE_NIXL, **variables)
-
-    def close(self) -> None:
-        self._process.kill()  # it may wait for the other host without an end
-        super().close()
-
-    def read(self, timeout_s: float) -> str:
-        """Read everything. Returns NIXL's last state."""
-        if self.ask("begin"):
-            return "ERR"
-        state = self.end(timeout_s)
-        self.ask("let_go")
-        return state
-
-    def end(self, timeout_s: float) -> str:
-        deadline = time.monotonic() + timeout_s
-        while (state := str(self.ask("state"))) == "PROC" and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return state
-
-
-@pytest.fixture
-def bare_nixl(network: Any) -> Iterator[BareNixl]:
-    require("nixl")
-    with closing(BareNixl(network, "p")) as owner, closing(BareNixl(network, "d")) as reader:
-        owner.pipe.send(None)
-        reader.pipe.send(owner.receive(60))
-        reader.receive(60)
-        yield reader
-        network.mend()
-
-
-def test_nixl_alone_is_measured_beside_it(network: Any, bare_nixl: BareNixl) -> None:
-    """Nothing is promised of NIXL."""
-    assert bare_nixl.read(30) == "DONE"
-    for _ in range(ROUNDS):
-        before = bare_nixl.num_received()
-        assert bare_nixl.ask("begin") == ""
-        wait_until(lambda before=before: bare_nixl.num_received() - before > 8 << 20, 20)
-        cut_at = time.monotonic()
-        network.cut()
-        state = bare_nixl.end(NOTICED_S)
-        noticed_s = time.monotonic() - cut_at
-        print(f"\nNIXL alone: the read is {state} {noticed_s:.1f} s after the cut")
-        time.sleep(max(0.0, DOWN_S - noticed_s))
-        mended_at = time.monotonic()
-        network.mend()
-        if state == "PROC":
-            state = bare_nixl.end(HEALED_S)
-            print(f"it is {state} {time.monotonic() - mended_at:.1f} s after the link was mended")
-        bare_nixl.ask("let_go")
-        ends: list[Callable[[], Any]] = [lambda: None, lambda: bare_nixl.ask("meet_again")]
-        for name, prepare in zip(("the same agents", "with the owner added again"), ends, strict=True):
-            prepare()
-            state = bare_nixl.read(HEALED_S)
-            print(f"{name}: the next read is {state} {time.monotonic() - mended_at:.1f} s after that")
-            if state == "DONE":
-                break

@@ -69,7 +69,6 @@ CHECKOUT = {
 PARTS: Mapping[str, tuple[str, float]] = {
     "Routes": ("test_routes.py", 0.15),
     "Faults": ("test_faults.py", 0.35),
-    "Bare NIXL": ("test_bare_nixl.py", 0.15),
     "Conformance": ("test_conformance.py", 1.0),
 }
 #: Seconds of a guest's time that are kept for its end.
@@ -290,9 +289,7 @@ def report(guests: Mapping[str, Guest], seconds: float) -> tuple[str, bool]:
     for part in PARTS:
         for scheme, guest in guests.items():
             tests, has_ended = results_of(part, guest)
-            if part == "Bare NIXL" and scheme != "nixl":
-                continue
-            lines += ["", f"## {part}" + ("" if part == "Bare NIXL" else f": `{scheme}`"), ""]
+            lines += ["", f"## {part}: `{scheme}`", ""]
             if not has_ended:
                 lines += ["**Did not run to its end**, which may be for lack of time. Of its tests:", ""]
             failed = [test for test in tests if test.has_failed]
@@ -306,14 +303,12 @@ def report(guests: Mapping[str, Guest], seconds: float) -> tuple[str, bool]:
                 lines.append(
                     "Left out: what happens inside one node (`LEFT_OUT` in `tests/rdma/test_conformance.py`)."
                 )
-            shown = failed if part in ("Conformance", "Bare NIXL") else tests
+            shown = failed if part == "Conformance" else tests
             if shown:
                 lines += ["", "| test | result | seconds | seen |", "|---|---|---|---|"]
                 lines += [test.row() for test in shown]
             for test in tests:
-                if part == "Bare NIXL":
-                    late += [f"| {what} | {count} |" for what, count in test.seen.items()]
-                elif "late_bytes" in test.seen:
+                if "late_bytes" in test.seen:
                     late.append(f"| `{scheme}`: {test.name} | {test.seen['late_bytes']} |")
     lines += ["", "## Bytes that landed after the end of a read was reported", ""]
     lines += ["| reader | late bytes |", "|---|---|", *late]
