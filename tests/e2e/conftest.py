@@ -179,14 +179,3 @@ def start_fleet(module_launcher: Launcher, transport: str) -> Callable[..., Flee
     return lambda single, *arguments: launch_fleet(
         module_launcher, single, *arguments, "--connector", transport
     )
-
-
-@pytest.fixture(scope="module")
-def start_single(spawn: Spawn) -> Iterator[Callable[..., Client]]:
-    """Start single nodes with other options. They end with the module's tests."""
-    with Launcher(spawn) as launcher:
-
-        def start(*arguments: str) -> Client:
-            return Client(launcher.start_node("single", "single", *arguments).wait_ready(START_TIMEOUT_S))
-
-        yield start
