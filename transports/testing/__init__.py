@@ -15,12 +15,10 @@ from __future__ import annotations
 from .harness import Link, Node, World, pairs_of
 from .hostile import connect_tcp, read_without_checks
 from .hostile_proxy import HostileProxy, NetworkFault
-from .proxy import FlippingProxy
 from .schemes import built_in
 from .suite import TransportConformance
 
 __all__ = [
-    "FlippingProxy",
     "HostileProxy",
     "Link",
     "NetworkFault",
