@@ -190,18 +190,6 @@ def consumer(driver: CudaDriverStandIn) -> Iterator[Side]:
     side.close()
 
 
-def test_blocks_go_from_pool_to_pool(producer: Side, consumer: Side) -> None:
-    producer.is_behind = consumer.is_behind = False
-    producer.start_offer()
-    consumer.start_load(producer.offer)
-    assert consumer.until_ended() == {}
-    assert (consumer.cache[list(LOADED)] == 1.0).all()
-    assert (consumer.cache[[2, 5]] == 2.0).all()
-    stats = consumer.handoffs.outcomes.take_stats()
-    assert stats is not None
-    assert [record.mechanism for record in stats.transfers] == ["cuda_ipc"]
-
-
 def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Side) -> None:
     consumer.is_behind = False
     producer.start_offer()

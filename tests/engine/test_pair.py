@@ -111,22 +111,3 @@ def test_an_expired_offer_is_recomputed_or_failed_as_the_policy_says(
         assert "could not be loaded" in last.error
     assert decode.num_loads[1] == 1
     assert decode.is_whole
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_a_decode_node_that_closes_releases_offers_that_it_has_not_read(
-    num_steps: int, make_pair: Any, drive: Any
-) -> None:
-    """This includes offers that it has not claimed yet. Their leases are longer than the test waits."""
-    prefill, decode = make_pair(connector="shm", max_num_seqs=1)
-    params = [_prefill(drive, prefill, f"r{i}", prompt) for i, prompt in enumerate(_prompts([40, 30]))]
-    decode.add("busy", [1, 2, 3], max_tokens=300)
-    drive(decode, until=lambda: decode.outputs.get("busy"))
-    for index, prompt in enumerate(_prompts([40, 30])):
-        decode.add(f"r{index}", prompt, max_tokens=20, kv_transfer_params=params[index])
-    for _ in range(num_steps):
-        decode.step()
-    with decode.at_work() as core:
-        core.abort_all()
-        core.settle()
-    drive(prefill, until=lambda: prefill.is_whole)

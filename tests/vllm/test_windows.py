@@ -144,19 +144,6 @@ class TestOtherWays:
         pair.assert_all_like_alone(prompts, answers)
 
 
-def test_an_offer_that_was_already_read(pair, prompt, policy):
-    """With several groups, vLLM cannot be told about single invalid blocks.
-
-    It is told about the failed request.
-    """
-    tokens = prompt(200)
-    params = pair.prefilled(tokens)
-    pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.decode.order("forget")
-    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_ended_by(policy, answer, tokens)
-
-
 class TestASmallPool:
     @pytest.fixture(scope="class")
     @classmethod
