@@ -347,8 +347,8 @@ static PyObject *moved(pieces_t *pieces, size_t num_bytes, int error) {
     return Py_BuildValue("nn", (Py_ssize_t)num_bytes, at);
 }
 
-/* Calls `sendmsg` or `recvmsg` once, hashes what was moved, and advances the table. Returns what the call returned, and
- * in `is_full` whether more was wanted than was moved; -1 with errno 0 if hashing failed. */
+/* Calls `sendmsg` or `recvmsg` once, hashes what was moved, and advances the table. Returns what the call returned, or -1
+ * with errno 0 if hashing failed, and sets `is_full` if the call moved all that it was asked to. */
 static ssize_t move_pieces(pieces_t *pieces, const hashing_t *hashing, int *is_full, int fd, int flags, int is_sending) {
     size_t most = hashing->update == Py_None ? SIZE_MAX : HASHED_BYTES;
     struct msghdr message = {.msg_iov = pieces->rows + pieces->at};
@@ -367,11 +367,9 @@ static ssize_t move_pieces(pieces_t *pieces, const hashing_t *hashing, int *is_f
     *is_full = moved > 0 && (size_t)moved == num_bytes - surplus;
     if (moved > 0 && hashing->update != Py_None) {
         PyGILState_STATE state = PyGILState_Ensure();
-        if (hash_pieces(hashing, pieces, moved) < 0) {
-            errno = 0;
-            moved = -1;
-        }
+        if (hash_pieces(hashing, pieces, moved) < 0) moved = -1;
         PyGILState_Release(state);
+        errno = 0;
     }
     if (moved > 0) advance_pieces(pieces, moved);
     return moved;

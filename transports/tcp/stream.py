@@ -23,8 +23,8 @@ from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket, open_frame
 from .iovec import NO_WAIT, Iovec, Pieces, Wait, address_of
 from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
 
-#: System calls and bytes of slices per `receive`, and steps per `flush`, so that one peer cannot keep the loop
-#: to itself. A step sends at most one slice.
+#: System calls and bytes of slices per `receive`, and steps per `flush`, so that one peer cannot keep the
+#: loop to itself. A step sends at most one slice.
 _MAX_CALLS: Final = 256
 _MAX_BYTES: Final = 16 << 20
 _MAX_STEPS: Final = 32
