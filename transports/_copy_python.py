@@ -13,13 +13,15 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
-
+#: Hashes bytes; None if nothing is hashed.
+Update = Callable[[Any], None] | None
 
 #: The most pieces per system call (`IOV_MAX`).
 _MAX_PIECES = 1024
@@ -135,7 +137,9 @@ class _Message(ctypes.Structure):
     )
 
 
-def send_pieces(fd: int, pieces: Words, at: int, most: int, flags: int, /) -> tuple[int, int]:
+def send_pieces(
+    fd: int, pieces: Words, at: int, update: Update, first: int, end: int, flags: int, /
+) -> tuple[int, int]:
     """Send as many bytes as a socket takes without blocking.
 
     Args:
@@ -143,7 +147,8 @@ def send_pieces(fd: int, pieces: Words, at: int, most: int, flags: int, /) -> tu
         pieces: `(num_pieces, 2)` uint64: address and number of bytes. Rows that are done are left alone; if
             the first row that is left is done in part, it is made to begin where its rest does.
         at: The first row that is left.
-        most: The most bytes to move, at least 1.
+        update: Takes the bytes of the rows `[first, end)`, portion by portion, while they are in the
+            processor's cache; None if they are not to be hashed. It raises nothing.
         flags: Of `sendmsg(2)`.
 
     Returns:
@@ -152,44 +157,62 @@ def send_pieces(fd: int, pieces: Words, at: int, most: int, flags: int, /) -> tu
     Raises:
         OSError: nothing was sent. BlockingIOError: the socket takes nothing now.
     """
-    return _move_pieces("sendmsg", fd, pieces, at, most, flags | socket.MSG_NOSIGNAL)
+    return _move_pieces("sendmsg", fd, pieces, at, (update, first, end), flags | socket.MSG_NOSIGNAL)
 
 
 def receive_pieces(
-    fd: int, pieces: Words, at: int, most: int, epoll: int, wait_s: float, spin_s: float, /
+    fd: int,
+    pieces: Words,
+    at: int,
+    update: Update,
+    first: int,
+    end: int,
+    epoll: int,
+    wait_s: float,
+    spin_s: float,
+    /,
 ) -> tuple[int, int]:
     """Fill pieces from a socket.
 
     Arguments and errors are like those of `send_pieces`; 0 bytes mean that the peer closed.
 
-    The compiled function goes on when the socket is empty: it waits for more as long as `wait_s` and `most`
-    allow and as nothing else happens that `epoll` reports. This one receives once.
+    The compiled function goes on when the socket is empty: it waits for more as long as `wait_s` allows and
+    as nothing else happens that `epoll` reports. This one receives once.
 
     Args:
         epoll: The epoll set of which the socket is a member.
         wait_s: How long it may take, in seconds; 0 if it must not wait.
         spin_s: How long it polls each time before it blocks.
     """
-    return _move_pieces("recvmsg", fd, pieces, at, most, 0)
+    return _move_pieces("recvmsg", fd, pieces, at, (update, first, end), 0)
 
 
-def _move_pieces(name: str, fd: int, pieces: Words, at: int, most: int, flags: int) -> tuple[int, int]:
+def _move_pieces(
+    name: str, fd: int, pieces: Words, at: int, hashing: tuple[Update, int, int], flags: int
+) -> tuple[int, int]:
     move: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
     move.argtypes, move.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int), ctypes.c_ssize_t
     rest = pieces[at : at + _MAX_PIECES]
-    ends = rest[:, 1].cumsum()
-    called = rest[: int(ends.searchsorted(most)) + 1].copy()
-    called[-1, 1] -= max(0, int(ends[len(called) - 1]) - most)
-    message = _Message(pieces=called.ctypes.data, num_pieces=len(called))
+    message = _Message(pieces=rest.ctypes.data, num_pieces=len(rest))
     num_bytes: int = move(fd, ctypes.addressof(message), flags | socket.MSG_DONTWAIT)
     if num_bytes < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    done = int(ends.searchsorted(num_bytes, side="right"))
-    if done < len(rest):
-        left = int(ends[done]) - num_bytes
-        rest[done] = int(rest[done, 0]) + int(rest[done, 1]) - left, left
-    return num_bytes, at + done
+    return num_bytes, advance_pieces(pieces, at, num_bytes, *hashing)
+
+
+def advance_pieces(pieces: Words, at: int, num_bytes: int, update: Update, first: int, end: int, /) -> int:
+    """Note that `num_bytes` bytes were moved; return the first row that is left. See `send_pieces`."""
+    for address, length in pieces[at:].tolist():
+        moved = min(num_bytes, length)
+        if update is not None and first <= at < end:
+            update((ctypes.c_char * moved).from_address(address))
+        num_bytes -= moved
+        if moved < length:
+            pieces[at] = address + moved, length - moved
+            break
+        at += 1
+    return at
 
 
 def busy_poll(epoll: int, seconds: float, longest_s: float, /) -> int:

@@ -310,10 +310,36 @@ static void advance_pieces(pieces_t *pieces, size_t num_bytes) {
     }
 }
 
+/* Bytes are hashed while they are in the second-level cache. */
+#define HASHED_BYTES (256 << 10)
+
+/* Rows [first, end) of a table are hashed as they are moved, by calling `update`; none of them if it is None. */
+typedef struct {
+    PyObject *update;
+    Py_ssize_t first, end;
+} hashing_t;
+
+/* Hashes the first `num_bytes` bytes of a table. Returns -1 with an exception if that fails. */
+static int hash_pieces(const hashing_t *hashing, const pieces_t *pieces, size_t num_bytes) {
+    const struct iovec *row = pieces->rows + pieces->at;
+    for (Py_ssize_t at = pieces->at; num_bytes; row++, at++) {
+        size_t length = row->iov_len < num_bytes ? row->iov_len : num_bytes;
+        num_bytes -= length;
+        if (at < hashing->first || at >= hashing->end || !length) continue;
+        PyObject *view = PyMemoryView_FromMemory(row->iov_base, (Py_ssize_t)length, PyBUF_READ);
+        PyObject *result = view ? PyObject_CallFunctionObjArgs(hashing->update, view, NULL) : NULL;
+        Py_XDECREF(view);
+        if (result == NULL) return -1;
+        Py_DECREF(result);
+    }
+    return 0;
+}
+
 /* Releases the table; returns how far it came, or raises why it did not come further than before. */
 static PyObject *moved(pieces_t *pieces, size_t num_bytes, int error) {
     Py_ssize_t at = pieces->at;
     PyBuffer_Release(&pieces->buffer);
+    if (PyErr_Occurred()) return NULL;
     if (!num_bytes && error) {
         errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
@@ -321,8 +347,10 @@ static PyObject *moved(pieces_t *pieces, size_t num_bytes, int error) {
     return Py_BuildValue("nn", (Py_ssize_t)num_bytes, at);
 }
 
-/* Calls `sendmsg` or `recvmsg` once, for at most `most` bytes, and advances the table. Returns what the call returned. */
-static ssize_t move_pieces(pieces_t *pieces, size_t most, int fd, int flags, int is_sending) {
+/* Calls `sendmsg` or `recvmsg` once, hashes what was moved, and advances the table. Returns what the call returned, or -1
+ * with errno 0 if hashing failed, and sets `is_full` if the call moved all that it was asked to. */
+static ssize_t move_pieces(pieces_t *pieces, const hashing_t *hashing, int *is_full, int fd, int flags, int is_sending) {
+    size_t most = hashing->update == Py_None ? SIZE_MAX : HASHED_BYTES;
     struct msghdr message = {.msg_iov = pieces->rows + pieces->at};
     size_t num_bytes = 0;
     Py_ssize_t rest = pieces->count - pieces->at;
@@ -336,22 +364,31 @@ static ssize_t move_pieces(pieces_t *pieces, size_t most, int fd, int flags, int
     do moved = is_sending ? sendmsg(fd, &message, flags) : recvmsg(fd, &message, flags);
     while (moved < 0 && errno == EINTR);
     last->iov_len += surplus;
+    *is_full = moved > 0 && (size_t)moved == num_bytes - surplus;
+    if (moved > 0 && hashing->update != Py_None) {
+        PyGILState_STATE state = PyGILState_Ensure();
+        if (hash_pieces(hashing, pieces, moved) < 0) moved = -1;
+        PyGILState_Release(state);
+        errno = 0;
+    }
     if (moved > 0) advance_pieces(pieces, moved);
     return moved;
 }
 
 static PyObject *send_pieces(PyObject *self, PyObject *args) {
     (void)self;
-    int fd, flags, error = 0;
+    int fd, flags, is_full, error = 0;
     PyObject *table;
-    Py_ssize_t at, most;
+    Py_ssize_t at;
+    hashing_t hashing;
     size_t total = 0;
     pieces_t pieces;
-    if (!PyArg_ParseTuple(args, "iOnni", &fd, &table, &at, &most, &flags) || acquire_pieces(&pieces, table, at) < 0)
+    if (!PyArg_ParseTuple(args, "iOnOnni", &fd, &table, &at, &hashing.update, &hashing.first, &hashing.end, &flags) ||
+        acquire_pieces(&pieces, table, at) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    while (pieces.at < pieces.count && total < (size_t)most) {
-        ssize_t sent = move_pieces(&pieces, most - total, fd, flags | MSG_NOSIGNAL | MSG_DONTWAIT, 1);
+    while (pieces.at < pieces.count) {
+        ssize_t sent = move_pieces(&pieces, &hashing, &is_full, fd, flags | MSG_NOSIGNAL | MSG_DONTWAIT, 1);
         if (sent < 0) {
             error = errno;
             break;
@@ -378,25 +415,25 @@ static int only_has_more(int epoll, int fd, double until_s, double spin_until_s)
 
 static PyObject *receive_pieces(PyObject *self, PyObject *args) {
     (void)self;
-    int fd, epoll, error = 0;
+    int fd, epoll, is_full, error = 0;
     PyObject *table;
-    Py_ssize_t at, most;
+    Py_ssize_t at;
+    hashing_t hashing;
     double wait_s, spin_s;
     size_t total = 0;
     pieces_t pieces;
-    if (!PyArg_ParseTuple(args, "iOnnidd", &fd, &table, &at, &most, &epoll, &wait_s, &spin_s) ||
+    if (!PyArg_ParseTuple(args, "iOnOnnidd", &fd, &table, &at, &hashing.update, &hashing.first, &hashing.end, &epoll,
+                          &wait_s, &spin_s) ||
         acquire_pieces(&pieces, table, at) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     double until_s = wait_s > 0 ? clock_s() + wait_s : 0;
-    while (pieces.at < pieces.count && total < (size_t)most) {
-        ssize_t received = move_pieces(&pieces, most - total, fd, MSG_DONTWAIT, 0);
+    while (pieces.at < pieces.count) {
+        ssize_t received = move_pieces(&pieces, &hashing, &is_full, fd, MSG_DONTWAIT, 0);
         error = received < 0 ? errno : 0;
-        if (received == 0 || (error && error != EAGAIN)) break;
-        if (!error) {
-            total += received;
-            if (pieces.at == pieces.count || total >= (size_t)most) break;
-        }
+        if (received == 0 || (received < 0 && error != EAGAIN)) break;
+        if (received > 0) total += received;
+        if (is_full) continue;
         /* The socket is empty now. Python takes longer to come back here than the next bytes take to come. */
         if (until_s == 0 || !only_has_more(epoll, fd, until_s, clock_s() + spin_s)) break;
     }

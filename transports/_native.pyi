@@ -1,9 +1,11 @@
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 _Words: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+_Update: TypeAlias = Callable[[Any], None] | None
 
 def copy_regions(dst_addresses: _Words, src_addresses: _Words, lengths: _Words, /) -> None: ...
 def gather_regions(dst_address: int, src_addresses: _Words, lengths: _Words, /) -> None: ...
@@ -14,9 +16,20 @@ def locate_regions(
 def sum_words(words: _Words, /) -> int: ...
 def sum_lengths(lengths: _Words, most: int, /) -> int: ...
 def read_regions_of(pid: int, dst_addresses: _Words, src_addresses: _Words, lengths: _Words, /) -> None: ...
-def send_pieces(fd: int, pieces: _Words, at: int, most: int, flags: int, /) -> tuple[int, int]: ...
+def send_pieces(
+    fd: int, pieces: _Words, at: int, update: _Update, first: int, end: int, flags: int, /
+) -> tuple[int, int]: ...
 def receive_pieces(
-    fd: int, pieces: _Words, at: int, most: int, epoll: int, wait_s: float, spin_s: float, /
+    fd: int,
+    pieces: _Words,
+    at: int,
+    update: _Update,
+    first: int,
+    end: int,
+    epoll: int,
+    wait_s: float,
+    spin_s: float,
+    /,
 ) -> tuple[int, int]: ...
 def busy_poll(epoll: int, seconds: float, longest_s: float, /) -> int: ...
 def load_word(address: int, /) -> int: ...

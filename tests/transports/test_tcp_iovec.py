@@ -76,9 +76,9 @@ def filled_up(sock: socket.socket) -> int:
     return num_bytes
 
 
-def filled(target: np.ndarray) -> Iovec:
+def filled(target: np.ndarray, digest: xxhash.xxh3_64 | None = None) -> Iovec:
     address = np.array([target.ctypes.data], dtype=np.uint64)
-    return Iovec(Pieces(address, np.array([len(target)]), len(target)))
+    return Iovec(Pieces(address, np.array([len(target)]), len(target), digest))
 
 
 @needs_native
@@ -94,9 +94,11 @@ def test_one_call_waits_for_the_rest_as_long_as_nothing_else_happens() -> None:
         wait = Wait(epoll.fileno(), 20, 0)
         sending = threading.Thread(target=one.sendall, args=(data,))
         sending.start()
-        assert filled(target).receive(other, wait) == len(data)
+        digest = xxhash.xxh3_64()
+        assert filled(target, digest).receive(other, wait) == len(data)
         sending.join()
         assert target.tobytes() == data
+        assert digest.digest() == xxhash.xxh3_64(data).digest()
 
         pieces = filled(target)
         one.send(b"first")

@@ -14,12 +14,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
+from .._copy_python import advance_pieces
 from ..copying import receive_pieces, send_pieces
 from ..regions import AddressArray, Int64Array
-
-#: Bytes to be hashed are moved in portions of this many: hashing them from the processor's cache takes a
-#: third of the time.
-_HASHED_BYTES: Final = 512 << 10
 
 #: All memory, to be sliced by address: a slice of a memoryview takes a quarter of the time of a new ctypes
 #: object, which counts where pages are small.
@@ -68,15 +65,14 @@ class Iovec:
         num_left: Bytes that are left.
     """
 
-    __slots__ = ("_at", "_digest", "_hashed", "_kept", "_pieces", "_table", "num_left")
+    __slots__ = ("_at", "_hashing", "_kept", "_table", "num_left")
 
     def __init__(
         self, pieces: Pieces, *, before: bytearray | None = None, after: bytearray | None = None
     ) -> None:
-        addresses, lengths, num_bytes, self._digest = pieces
-        self._pieces = pieces
+        addresses, lengths, num_bytes, digest = pieces
         self._kept = (before, after)
-        first = before is not None
+        first = int(before is not None)
         end = len(lengths) + first
         # A row is a `struct iovec`: address, length.
         self._table = table = np.empty((end + (after is not None), 2), dtype=np.uint64)
@@ -88,7 +84,7 @@ class Iovec:
         if after is not None:
             table[end] = address_of(after), len(after)
             num_bytes += len(after)
-        self._hashed = (0, 0)  # the first piece that is not hashed, and how many bytes of it are
+        self._hashing = (None if digest is None else digest.update, first, end)
         self._at = 0  # the first row that is not done
         self.num_left = num_bytes
 
@@ -99,52 +95,22 @@ class Iovec:
             BlockingIOError: it takes nothing now.
             OSError: the connection is gone.
         """
-        num_bytes, self._at = send_pieces(sock.fileno(), self._table, self._at, self._most, flags)
-        self._moved(num_bytes)
+        num_bytes, self._at = send_pieces(sock.fileno(), self._table, self._at, *self._hashing, flags)
+        self.num_left -= num_bytes
 
     def receive(self, sock: socket.socket, wait: Wait = NO_WAIT) -> int:
         """Fill with what has arrived, and return its size; 0 if the peer closed.
 
         Raises BlockingIOError, OSError: see `send`.
         """
-        num_bytes, self._at = receive_pieces(sock.fileno(), self._table, self._at, self._most, *wait)
-        self._moved(num_bytes)
+        num_bytes, self._at = receive_pieces(sock.fileno(), self._table, self._at, *self._hashing, *wait)
+        self.num_left -= num_bytes
         return num_bytes
-
-    @property
-    def _most(self) -> int:
-        return self.num_left if self._digest is None else _HASHED_BYTES
 
     def advance(self, num_bytes: int) -> None:
         """Note that the first `num_bytes` of what is left were moved by others."""
-        left = num_bytes
-        for address, length in self._table[self._at :].tolist():
-            if left < length:
-                self._table[self._at] = address + left, length - left
-                break
-            left -= length
-            self._at += 1
-        self._moved(num_bytes)
-
-    def _moved(self, num_bytes: int) -> None:
+        self._at = advance_pieces(self._table, self._at, num_bytes, *self._hashing)
         self.num_left -= num_bytes
-        if self._digest is not None:
-            self._hash(self._digest)
-
-    def _hash(self, digest: xxhash.xxh3_64) -> None:
-        """Hash the bytes that were moved, at once, while they are in the processor's cache."""
-        num_before = int(self._kept[0] is not None)
-        if self._at < num_before:
-            return
-        addresses, lengths, _, _ = self._pieces
-        (begin, skipped), end = self._hashed, self._at - num_before
-        # The next piece may have been moved in part.
-        part = int(lengths[end]) - int(self._table[self._at, 1]) if end < len(lengths) else 0
-        pieces = zip(addresses[begin : end + 1].tolist(), lengths[begin : end + 1].tolist(), strict=True)
-        for index, (address, length) in enumerate(pieces, begin):
-            digest.update(_memory[address + skipped : address + (length if index < end else part)])
-            skipped = 0
-        self._hashed = (end, part)
 
     def pieces(self) -> Iterator[memoryview]:
         """Return what is left, piece by piece."""

@@ -23,10 +23,11 @@ from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket, open_frame
 from .iovec import NO_WAIT, Iovec, Pieces, Wait, address_of
 from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
 
-#: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to
-#: itself.
+#: System calls and bytes of slices per `receive`, and steps per `flush`, so that one peer cannot keep the
+#: loop to itself. A step sends at most one slice.
 _MAX_CALLS: Final = 256
 _MAX_BYTES: Final = 16 << 20
+_MAX_STEPS: Final = 32
 
 _HEAD = struct.Struct("<IB")
 #: In Python 3.11, access to a member of an enum takes as long as a whole step here.
@@ -100,7 +101,7 @@ class TcpStream(FrameSocket):
             return
         try:
             self._advance()
-            for _ in range(_MAX_CALLS):
+            for _ in range(_MAX_STEPS):
                 if not self._send_some():
                     return
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
