@@ -1,7 +1,7 @@
 """Judge the router's choice of nodes against every way that knows the load in advance, in virtual time.
 
     .venv/bin/python -m kvferry.lab.bench.placement [--loads NAME ...] [--trace FILE ...] [--nodes N ...]
-        [--factors X ...] [--kinds cpu|gpu ...] [--seed N] [--skip N] [--known FILE]
+        [--factors X ...] [--kinds cpu|gpu ...] [--seed N] [--skip N] [--known FILE] [--vary NAME ...]
 
 A *cell* is a load, a number of nodes, a kind of node, and a factor. Factor 1 is the rate at which the best
 fixed way still keeps the limits for `CARRIED` of the requests that it serves when it is almost idle. Fixed
@@ -14,17 +14,22 @@ would take at an idle node, and its other tokens do on average.
 The fleet is that of `kvferry plan`, and `auto` runs the router's own code. Lengths and arrivals follow from
 the seed, or from a trace without its first `--skip` requests: other seeds and other parts show what was tuned
 to these. With `--known`, fixed ways are simulated once and then read from that file.
+
+`--vary` judges the cells again with a constant of the router multiplied by each of `VARIED_BY`, and prints a
+line for each. Where they are much the same, the constant could have been another one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -34,7 +39,9 @@ from typing import Any
 from kvferry.lab.load import line, markdown
 from kvferry.lab.plan.costs import Costs
 from kvferry.lab.plan.loads import Arrival, Conversation, arrivals_of, read_trace_file
+from kvferry.lab.plan.main import chart
 from kvferry.lab.plan.simulation import FleetSimulation, Outcome, fixed_roles, least_load
+from kvferry.router.choice.estimates import Line
 from kvferry.router.choice.fleet import Fleet
 from kvferry.router.choice.placement import Choice, Limits
 
@@ -51,6 +58,22 @@ WANTED = 0.97
 MAX_INTENSITY = 100.0
 #: Splits that are tried for many nodes; with fewer nodes it is every split.
 NUM_SPLITS = 16
+#: A load that changes its kind, the kinds in turn, and the seconds of each at factor 1.
+CHANGING, EACH_S = "changing", 120.0
+IN_TURN = ("short-answers", "long-prompts", "long-answers", "interference")
+#: Constants of `kvferry.router.choice` that were chosen, and what `--vary` multiplies them by. Of one that is
+#: a share near 1, it is the rest of 1.
+VARIED = (
+    "placement.WEIGHT_OF_TIME",
+    "placement.MAX_TIMES",
+    "placement.WEIGHT_IN_THE_WAY",
+    "placement.NUM_COMPARED",
+    "1-estimates.FADING",
+    "1-estimates.SURELY_KEPT",
+    "roles.NUM_RECENT",
+    "roles.CLEARLY",
+)
+VARIED_BY = (0.5, 0.7, 1.4, 2.0)
 
 
 @dataclass(frozen=True)
@@ -108,10 +131,12 @@ class Verdict:
         return self.auto / max(self.plain, *self.splits.values(), 1e-9)
 
 
-def plan_of(cell: Cell) -> list[Conversation]:
-    """Return the requests of a cell, as often as its nodes need them to be busy for a while."""
+def plan_of(cell: Cell, number: int = 0) -> list[Conversation]:
+    """Return the requests of a cell; 0: as many as its nodes need to be busy for a while."""
     kind = KINDS[cell.kind]
-    number = min(6000, max(600, kind.num_each * cell.num_nodes))
+    number = number or min(6000, max(600, kind.num_each * cell.num_nodes))
+    if cell.load == CHANGING:
+        return list(changing(cell))
     if cell.load in LOADS:
         return LOADS[cell.load](random.Random(f"{cell.seed} {cell.load}"), number, 1.0)
     rows = read_trace_file(Path(cell.load), kind.scale, 100_000)[cell.skip :]
@@ -125,12 +150,27 @@ def plan_of(cell: Cell) -> list[Conversation]:
     return found
 
 
-def arrivals_at(plan: Sequence[Conversation], cell: Cell, intensity: float) -> list[Arrival]:
-    """Return the requests of a plan at a rate, 1 for the work that the nodes can do one request at a time."""
+def changing(cell: Cell) -> Iterator[Conversation]:
+    """Yield requests of one kind after the other, each at the rate that the best way for it carries."""
+    for place, load in enumerate(IN_TURN):
+        own = replace(cell, load=load)
+        intensity = carried(own).intensity
+        _, unit_s = at_rate(plan_of(own), own, intensity)
+        for (turn,) in at_rate(plan_of(own, round(EACH_S / unit_s)), own, intensity)[0]:
+            pieces = tuple((f"{load} {key}", length) for key, length in turn.pieces)
+            yield (replace(turn, after=turn.after + place * EACH_S, pieces=pieces),)
+
+
+def at_rate(plan: Sequence[Conversation], cell: Cell, intensity: float) -> tuple[list[Conversation], float]:
+    """Return a plan at a rate, 1 for the work that the nodes can do one request at a time; see `paced`."""
     costs = KINDS[cell.kind].costs
     points = {number: costs.unloaded_ttft_s(number) for number in (1, 512, 1024, 2048, 1 << 20)}
-    idle = Unloaded(points, costs.unloaded_itl_s)
-    return arrivals_of(paced(plan, idle, cell.num_nodes, intensity)[0])
+    return paced(plan, Unloaded(points, costs.unloaded_itl_s), cell.num_nodes, intensity)
+
+
+def arrivals_at(plan: Sequence[Conversation], cell: Cell, intensity: float) -> list[Arrival]:
+    """Return the requests of a plan at a rate."""
+    return arrivals_of(at_rate(plan, cell, intensity)[0])
 
 
 def share_of(outcomes: Sequence[Outcome], costs: Costs) -> float:
@@ -189,6 +229,8 @@ def carried(cell: Cell) -> Fixed:
     """Find the rate that the best fixed way just carries."""
     plan, costs, num_nodes = plan_of(cell), KINDS[cell.kind].costs, cell.num_nodes
     first = max(1, num_nodes // 2)
+    if cell.load == CHANGING:  # its parts have that rate already
+        return Fixed(at_rate(plan, cell, 1.0)[1], first)
 
     def share(intensity: float) -> float:
         nonlocal first
@@ -234,6 +276,18 @@ def auto_of(arrivals: Sequence[Arrival], costs: Costs, num_nodes: int) -> tuple[
 
     outcomes = FleetSimulation(arrivals, [costs] * num_nodes, fleet=fleet).run()
     return share_of(outcomes, costs), made[0].seconds / made[0].num
+
+
+def vary(name: str, factor: float) -> None:
+    """Multiply a constant of `VARIED` in this process, wherever it was imported."""
+    is_rest, module, constant = name.startswith("1-"), *name.removeprefix("1-").split(".")
+    before = getattr(sys.modules[f"kvferry.router.choice.{module}"], constant)
+    value = 1 - (1 - before) * factor if is_rest else type(before)(before * factor)
+    for path, each in sys.modules.items():
+        if path.startswith("kvferry.router.choice.") and getattr(each, constant, None) is before:
+            setattr(each, constant, value)
+    defaults = Line.__init__.__defaults__ or ()
+    Line.__init__.__defaults__ = tuple(value if each is before else each for each in defaults)
 
 
 def judge(cell: Cell, factors: Sequence[float], fixed: Fixed | None = None) -> tuple[list[Verdict], Fixed]:
@@ -284,16 +338,11 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = partial(parser.add_argument, metavar="NAME")
-    add("--loads", nargs="*", default=list(LOADS), choices=LOADS, help="loads (default: all)")
+    loads = "loads (default: all but changing)"
+    add("--loads", nargs="*", default=list(LOADS), choices=[*LOADS, CHANGING], help=loads)
     add("--trace", nargs="*", default=[], metavar="FILE", help="traces, as further loads (default: none)")
-    add(
-        "--nodes",
-        nargs="+",
-        type=int,
-        default=[2, 4, 8],
-        metavar="N",
-        help="sizes of fleets (default: 2 4 8)",
-    )
+    nodes = "sizes of fleets (default: 2 4 8)"
+    add("--nodes", nargs="+", type=int, default=[2, 4, 8], metavar="N", help=nodes)
     factors = "multiples of the rate that is just carried (default: 0.7 1 1.3)"
     add("--factors", nargs="+", type=float, default=[0.7, 1.0, 1.3], metavar="X", help=factors)
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of nodes (default: all)")
@@ -301,6 +350,8 @@ def parse() -> argparse.Namespace:
     add("--skip", type=int, default=0, metavar="N", help="requests of a trace that are left out (default: 0)")
     add("--known", type=Path, metavar="FILE", help="keep there what the fixed ways serve (default: nowhere)")
     add("--processes", type=int, default=2, metavar="N", help="cells that are judged at once (default: 2)")
+    add("--vary", nargs="*", default=[], choices=VARIED, help="constants to change (default: none)")
+    add("--plot", type=Path, metavar="FILE", help="plot what --vary finds there, as SVG (default: nowhere)")
     options = parser.parse_args()
     if min(options.nodes) < 2 or min(options.factors) <= 0 or options.skip < 0:
         parser.error("--nodes must be at least 2, --factors greater than 0, and --skip at least 0")
@@ -312,25 +363,37 @@ def main() -> None:
     has_known = options.known is not None and options.known.exists()
     known = json.loads(options.known.read_text()) if has_known else {}
     cells = [
-        Cell(load, kind, num, options.seed, 0 if load in LOADS else options.skip)
+        Cell(load, kind, num, options.seed, options.skip if load in options.trace else 0)
         for num in options.nodes
         for kind in options.kinds
         for load in (*options.loads, *options.trace)
     ]
+
+    def judged(*change: Any) -> Iterator[Verdict]:
+        with ProcessPoolExecutor(options.processes, None, vary if change else None, change) as pool:
+            names = [json.dumps(asdict(cell)) for cell in cells]
+            fixed = [Fixed(**known[name]) if name in known else None for name in names]
+            all_found = pool.map(judge, cells, [options.factors] * len(cells), fixed)
+            for name, (verdicts, found) in zip(names, all_found, strict=True):
+                known[name] = asdict(found)
+                if options.known is not None:
+                    options.known.write_text(json.dumps(known, indent=1) + "\n")
+                yield from verdicts
+
     print(markdown(TITLES, []), flush=True)
     ratios: list[float] = []
-    with ProcessPoolExecutor(options.processes) as pool:
-        names = [json.dumps(asdict(cell)) for cell in cells]
-        fixed = [Fixed(**known[name]) if name in known else None for name in names]
-        judged = pool.map(judge, cells, [options.factors] * len(cells), fixed)
-        for name, (verdicts, found) in zip(names, judged, strict=True):
-            known[name] = asdict(found)
-            if options.known is not None:
-                options.known.write_text(json.dumps(known, indent=1) + "\n")
-            for each in verdicts:
-                ratios.append(each.ratio)
-                print(line(*row(each)), flush=True)
+    for each in judged():
+        ratios.append(each.ratio)
+        print(line(*row(each)), flush=True)
     print(f"\n{summary(ratios)}")
+    lines = {name: [(1.0, statistics.fmean(ratios), True)] for name in options.vary}
+    for name, factor in itertools.product(lines, VARIED_BY):
+        changed = [each.ratio for each in judged(name, factor)]
+        lines[name].append((factor, statistics.fmean(changed), True))
+        print(f"{name} x {factor:g}: {summary(changed)}", flush=True)
+    if lines and options.plot is not None:
+        title = "auto / best fixed way, mean of the cells"
+        options.plot.write_text(chart(lines, title, "factor of the constant", 0.9))
 
 
 if __name__ == "__main__":

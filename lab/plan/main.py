@@ -32,7 +32,10 @@ class HopelessError(Exception):
 MAX_NODES: Final = 64
 #: Requests that are simulated, from the start of a trace.
 MAX_REQUESTS: Final = 2000
-_COLOURS: Final = ("#4269d0", "#efb118", "#ff725c")
+_COLOURS: Final = (
+    *("#4269d0", "#efb118", "#ff725c", "#3ca951"),
+    *("#a463f2", "#6cc5b0", "#9c6b4e", "#57606a"),
+)
 
 
 def run(arguments: argparse.Namespace, program: str = "kvferry plan") -> int:
@@ -224,45 +227,60 @@ def _as_json(
 
 
 def plot(found: Mapping[str, Sequence[Result]], share: float) -> str:
-    """Return an SVG: good requests per second by number of nodes, one line per way.
+    """Return an SVG: good requests per second by number of nodes, one line per way."""
+    lines = {
+        way: [(each.num_nodes, each.goodput, each.share >= share) for each in own]
+        for way, own in found.items()
+    }
+    below = f"number of nodes; filled: {share:.0%} of the requests keep the limits"
+    return chart(lines, "good requests per second", below)
 
-    A filled point keeps the limits.
+
+def chart(
+    lines: Mapping[str, Sequence[tuple[float, float, bool]]], title: str, below: str, lowest: float = 0.0
+) -> str:
+    """Return an SVG with one line per name.
+
+    Args:
+        lines: Their points, and whether each is filled.
+        below: What the points' first numbers are.
+        lowest: Where the vertical axis begins.
     """
-    width, height, left, top, inner_width, inner_height = 640, 360, 60, 40, 550, 260
-    results = [each for own in found.values() for each in own]
-    most = max(each.num_nodes for each in results)
-    highest = max(each.goodput for each in results) or 1.0
+    width, height, left, top, inner_width, inner_height = 800, 340, 60, 30, 530, 260
+    points = [point for own in lines.values() for point in own]
+    most = max(x for x, _, _ in points)
+    highest = max(y for _, y, _ in points) or 1.0
 
     def x_of(number: float) -> float:
         return left + inner_width * number / most
 
     def y_of(figure: float) -> float:
-        return top + inner_height * (1 - figure / highest)
+        return top + inner_height * (1 - (figure - lowest) / (highest - lowest))
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="{height - 8}">number of nodes; filled: {share:.0%} of the requests keep the limits</text>',
+        f'<text x="{left}" y="{height - 8}">{escape(below)}</text>',
+        f'<text x="{left}" y="14">{escape(title)}</text>',
     ]
     for tick in sorted({round(most * part / 4) for part in range(5)}):
         parts.append(
             f'<text x="{x_of(tick):.0f}" y="{top + inner_height + 18}" text-anchor="middle">{tick}</text>'
         )
     for part in range(5):
-        figure = highest * part / 4
+        figure = lowest + (highest - lowest) * part / 4
         parts.append(f'<path d="M{left} {y_of(figure):.1f}h{inner_width}" stroke="#ddd"/>')
         parts.append(f'<text x="{left - 6}" y="{y_of(figure) + 4:.1f}" text-anchor="end">{figure:.2f}</text>')
-    parts.append(f'<text x="{left}" y="14">good requests per second</text>')
-    for place, (way, own) in enumerate(found.items()):
+    for place, (name, own) in enumerate(lines.items()):
         colour = _COLOURS[place % len(_COLOURS)]
-        ordered = sorted(own, key=_by_nodes)
-        points = [(x_of(each.num_nodes), y_of(each.goodput)) for each in ordered]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y, _ in sorted(own))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for (x, y), each in zip(points, ordered, strict=True):
-            fill = colour if each.share >= share else "white"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}"/>')
+        for x, y, is_filled in own:
+            fill = colour if is_filled else "white"
+            parts.append(
+                f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="4" fill="{fill}" stroke="{colour}"/>'
+            )
         parts.append(
-            f'<text x="{left + 200 + 110 * place}" y="14" fill="{colour}" font-weight="bold">● {escape(way)}</text>'
+            f'<text x="{left + inner_width + 10}" y="{top + 12 + 20 * place}" fill="{colour}">● {escape(name)}</text>'
         )
     return "\n".join([*parts, "</svg>\n"])
