@@ -159,8 +159,11 @@ def figures_of(
         "itl": [gap for answer in answers for gap in answer.gaps],
         "pause": [max(answer.gaps) for answer in answers if answer.gaps],
     }
+    num_good = sum(is_good(own, unloaded, factor) for own in answers)
     return {
-        "goodput": sum(is_good(own, unloaded, factor) for own in answers) / seconds / num_cores,
+        "goodput": num_good / seconds / num_cores,
+        "good": num_good,
+        "requests": len(answers),
         **{f"{what}_p50_ms": percentile(own, 0.5) * 1e3 for what, own in times_s.items()},
         **{f"{what}_p99_ms": percentile(own, 0.99) * 1e3 for what, own in times_s.items()},
         "requests_per_s_and_core": len(answers) / seconds / num_cores,
@@ -232,6 +235,23 @@ def row_of(load: str, way: str, rounds: Sequence[Mapping[str, float]]) -> dict[s
     figures = {key: (statistics.median(own), min(own), max(own)) for key, own in told.items()}
     rate = sum(own["goodput"] * own["seconds"] for own in rounds) / sum(told["seconds"])
     return {"load": load, "way": way, "rounds": rounds, **figures, "goodput_of_all": (rate, rate, rate)}
+
+
+def standing(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say how many requests `auto` serves within the limits, beside the best fixed way of all rounds.
+
+    Returns "" if one of them was not measured.
+    """
+    good = {row["way"]: [own["good"] for own in row["rounds"]] for row in rows}
+    auto, best = good.pop("auto", []), max(good, key=lambda way: sum(good[way]), default="")
+    if not (auto and sum(good.get(best, []))):
+        return ""
+    total, fixed = sum(own["requests"] for own in rows[0]["rounds"]), sum(good[best])
+    ratios = [f"{own / other:.2f}" if other else "–" for own, other in zip(auto, good[best], strict=True)]
+    return (
+        f"Of {total} requests `auto` serves {sum(auto)} within the limits, `{best}` {fixed}: {sum(auto) / fixed:.2f} "
+        f"times as many (by round: {', '.join(ratios)}). One request is {1 / fixed:.3f} of that."
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:

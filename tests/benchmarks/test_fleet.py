@@ -16,6 +16,7 @@ from kvferry.lab.bench.fleet_figures import (
     paced,
     prompt_tokens,
     row_of,
+    standing,
     table,
 )
 from kvferry.lab.client import Answer
@@ -131,7 +132,7 @@ def rows():
         figures_of([answered(16, 0.1, (0.05,), 2)] * 2),
         figures_of([answered(16, 9.0, (0.05,), 2)] * 2),
     )
-    rounds = {"least-load": [good, good], "pair-1+1": [good, bad]}
+    rounds = {"least-load": [good, good], "auto": [good, bad]}
     return [row_of("<load>", name, own) for name, own in rounds.items()]
 
 
@@ -141,4 +142,10 @@ def test_the_table_is_markdown_with_the_least_and_the_greatest_figure(rows):
     title, _, steady, varying = text.splitlines()
     assert title.startswith("|  | goodput 3 × | all rounds | all requests | TTFT p50 ms | p99 |")
     assert steady.startswith("| least-load | 0.100 | 0.100 | 0.100 | 100 | 100 |")
-    assert varying.startswith("| pair-1+1 | 0.050 (0.000–0.100) | 0.050 | 0.100 | 4,550 (100–9,000) |")
+    assert varying.startswith("| auto | 0.050 (0.000–0.100) | 0.050 | 0.100 | 4,550 (100–9,000) |")
+
+
+def test_auto_is_compared_with_the_best_fixed_way(rows):
+    told = "serves 2 within the limits, `least-load` 4: 0.50 times as many (by round: 1.00, 0.00)"
+    assert told in standing(rows)
+    assert standing(rows[:1]) == standing(rows[1:]) == ""
