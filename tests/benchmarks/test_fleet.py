@@ -128,10 +128,8 @@ def test_the_last_turn_is_due_after_the_time_that_the_nodes_need_for_all_of_them
 @pytest.fixture
 def rows():
     """Rows of two ways, one of which keeps the limits half the time in the second round."""
-    good, bad = (
-        figures_of([answered(16, 0.1, (0.05,), 2)] * 2),
-        figures_of([answered(16, 9.0, (0.05,), 2)] * 2),
-    )
+    good = figures_of([answered(16, 0.1, (0.05,), 2)] * 2)
+    bad = figures_of([answered(16, 9.0, (0.05,), 2)] * 2)
     rounds = {"least-load": [good, good], "auto": [good, bad]}
     return [row_of("<load>", name, own) for name, own in rounds.items()]
 
