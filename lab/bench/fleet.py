@@ -24,8 +24,8 @@ row of `WAYS`, and another load one more row of `LOADS`. NixlConnector's nodes t
 imported. Needs two cores.
 
 Without options it takes a quarter of an hour, and says for each load how `auto` stands beside the best fixed
-way. The same way differs between rounds, and the best of several ways is partly the luckiest: believe a
-difference only if it is larger than those of the rounds.
+way. Believe a difference only if it is larger than that of the rounds. If nodes waited for their cores for
+more than a tenth of the time that they ran, other programs had them: measure again.
 """
 
 from __future__ import annotations
@@ -148,6 +148,17 @@ def counters(totals: Mapping[str, float]) -> dict[str, float]:
         what: sum(sign * totals.get(name, 0.0) for name, sign in counted.items())
         for what, counted in COUNTERS.items()
     }
+
+
+def core_times(nodes: Sequence[LaunchedProcess]) -> dict[str, float]:
+    """Return how many seconds the threads of all nodes ran, and waited while others had their core."""
+    ran = waited = 0
+    for pid in (pid for node in nodes for pid in node.pids):
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                times = file.read_text().split()
+                ran, waited = ran + int(times[0]), waited + int(times[1])
+    return {"ran_s": ran / 1e9, "waited_s": waited / 1e9}
 
 
 # -- ways --------------------------------------------------------------------------------------------
@@ -434,9 +445,9 @@ class Benchmark:
         async with in_front(way, nodes, self.logs) as url:
             warm_up = [(Turn(0.0, ((f"warm-up {number}", 64),), 2),) for number in range(2 * len(nodes))]
             await drive(session, url, warm_up, salt, self.vocabulary)
-            before = counters(await settled(session, nodes))
+            before = counters(await settled(session, nodes)) | core_times(nodes)
             answers, seconds = await drive(session, url, plan, salt, self.vocabulary)
-            after = counters(await settled(session, nodes))
+            after = counters(await settled(session, nodes)) | core_times(nodes)
         added = {what: after[what] - before[what] for what in after}
         if added["failed_loads"]:
             self.say(f"Warning: {added['failed_loads']:g} loads failed; their prompts were computed again.")
@@ -470,14 +481,7 @@ def parse() -> argparse.Namespace:
     add("--engine", "vllm", "engine of the nodes", choices=("vllm", "reference"))
     add("--model", "smollm2", "smollm2, or a model's folder")
     parser.add_argument("--tiny", action="store_true", help="use a small random model instead")
-    add(
-        "--ways",
-        ["least-load", "pair-1+1", "auto"],
-        "ways to use the nodes",
-        nargs="+",
-        choices=WAYS,
-        metavar="NAME",
-    )
+    add("--ways", ["least-load", "pair-1+1", "auto"], "ways", nargs="+", choices=WAYS, metavar="NAME")
     add("--loads", list(LOADS), "loads; none: only traces", nargs="*", choices=LOADS, metavar="NAME")
     add("--trace", [], "a trace to replay as a further load", type=Path, nargs="+", metavar="FILE")
     add("--scale", 32.0, "divide a trace's lengths by this number")

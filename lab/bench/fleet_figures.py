@@ -171,6 +171,7 @@ def figures_of(
         "cached_share": 1 - added["computed_tokens"] / sum(answer.prompt_tokens for answer in answers),
         "moved_mb": added["moved_bytes"] / 1e6,
         "failed_loads": added["failed_loads"],
+        "waited_share": added["waited_s"] / added["ran_s"],
         "seconds": seconds,
     }
 
@@ -226,15 +227,10 @@ def comparison(
 
 
 def row_of(load: str, way: str, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the row of a way: for each figure the median, the least and the greatest of the rounds.
-
-    `goodput_of_all` is the good requests of all rounds by the time of all rounds. A round has few requests,
-    so it says more than the median of their rates.
-    """
+    """Return the row of a way: for each figure the median, the least and the greatest of the rounds."""
     told = {key: [own[key] for own in rounds] for key in rounds[0]}
     figures = {key: (statistics.median(own), min(own), max(own)) for key, own in told.items()}
-    rate = sum(own["goodput"] * own["seconds"] for own in rounds) / sum(told["seconds"])
-    return {"load": load, "way": way, "rounds": rounds, **figures, "goodput_of_all": (rate, rate, rate)}
+    return {"load": load, "way": way, "rounds": rounds, **figures}
 
 
 def standing(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -263,7 +259,6 @@ def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:
 
     columns = (
         (f"goodput {factor:g} ×", "goodput", 3, 1),
-        ("all rounds", "goodput_of_all", 3, 1),
         ("all requests", "requests_per_s_and_core", 3, 1),
         ("TTFT p50 ms", "ttft_p50_ms", 0, 1),
         ("p99", "ttft_p99_ms", 0, 1),
@@ -274,6 +269,7 @@ def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:
         ("tokens/s", "output_tokens_per_s", 1, 1),
         ("cached %", "cached_share", 0, 100),
         ("moved MB", "moved_mb", 0, 1),
+        ("waited for a core %", "waited_share", 0, 100),
     )
     lines = [(row["way"], *(cell(row, *column[1:]) for column in columns)) for row in rows]
     return markdown(("", *(title for title, *_ in columns)), lines)

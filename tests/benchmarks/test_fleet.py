@@ -32,7 +32,8 @@ def answered(prompt_tokens, ttft_s, gaps, num_tokens):
 
 
 def figures_of(answers, *, computed_tokens=0, seconds=10.0, factor=3.0):
-    added = {"computed_tokens": computed_tokens, "moved_bytes": 3e6, "failed_loads": 0}
+    times = {"ran_s": 8, "waited_s": 2}
+    added = {"computed_tokens": computed_tokens, "moved_bytes": 3e6, "failed_loads": 0, **times}
     return fleet_figures.figures_of(answers, seconds, added, IDLE, 2, factor)
 
 
@@ -70,8 +71,7 @@ def test_the_other_figures_are_taken_over_all_gaps_and_all_nodes():
     assert figures["itl_p50_ms"] == pytest.approx(200)
     assert figures["pause_p50_ms"] == pytest.approx(250)
     assert figures["output_tokens_per_s"] == 0.5
-    assert figures["cached_share"] == 0.25
-    assert figures["moved_mb"] == 3
+    assert (figures["cached_share"], figures["moved_mb"], figures["waited_share"]) == (0.25, 3, 0.25)
 
 
 def test_a_trace_keeps_its_arrivals_and_its_shared_prefixes():
@@ -138,9 +138,9 @@ def test_the_table_is_markdown_with_the_least_and_the_greatest_figure(rows):
     text = table(rows, 3.0)
     assert len({line.count("|") for line in text.splitlines()}) == 1
     title, _, steady, varying = text.splitlines()
-    assert title.startswith("|  | goodput 3 × | all rounds | all requests | TTFT p50 ms | p99 |")
-    assert steady.startswith("| least-load | 0.100 | 0.100 | 0.100 | 100 | 100 |")
-    assert varying.startswith("| auto | 0.050 (0.000–0.100) | 0.050 | 0.100 | 4,550 (100–9,000) |")
+    assert title.startswith("|  | goodput 3 × | all requests | TTFT p50 ms | p99 |")
+    assert steady.startswith("| least-load | 0.100 | 0.100 | 100 | 100 |")
+    assert varying.startswith("| auto | 0.050 (0.000–0.100) | 0.100 | 4,550 (100–9,000) |")
 
 
 def test_auto_is_compared_with_the_best_fixed_way(rows):
