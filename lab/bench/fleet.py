@@ -24,8 +24,8 @@ row of `WAYS`, and another load one more row of `LOADS`. NixlConnector's nodes t
 imported. Needs two cores.
 
 Without options it takes a quarter of an hour, and says for each load how `auto` stands beside the best fixed
-way. Believe a difference only if it is larger than that of the rounds. If nodes waited for their cores for
-more than a tenth of the time that they ran, other programs had them: measure again.
+way. Believe a difference only if it is larger than that of the rounds. The last column says how long nodes
+waited for their cores, as a share of the time that they ran. It is large if other programs had the cores.
 """
 
 from __future__ import annotations
