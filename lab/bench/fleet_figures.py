@@ -159,8 +159,11 @@ def figures_of(
         "itl": [gap for answer in answers for gap in answer.gaps],
         "pause": [max(answer.gaps) for answer in answers if answer.gaps],
     }
+    num_good = sum(is_good(own, unloaded, factor) for own in answers)
     return {
-        "goodput": sum(is_good(own, unloaded, factor) for own in answers) / seconds / num_cores,
+        "goodput": num_good / seconds / num_cores,
+        "good": num_good,
+        "requests": len(answers),
         **{f"{what}_p50_ms": percentile(own, 0.5) * 1e3 for what, own in times_s.items()},
         **{f"{what}_p99_ms": percentile(own, 0.99) * 1e3 for what, own in times_s.items()},
         "requests_per_s_and_core": len(answers) / seconds / num_cores,
@@ -168,6 +171,7 @@ def figures_of(
         "cached_share": 1 - added["computed_tokens"] / sum(answer.prompt_tokens for answer in answers),
         "moved_mb": added["moved_bytes"] / 1e6,
         "failed_loads": added["failed_loads"],
+        "waited_share": added["waited_s"] / added["ran_s"],
         "seconds": seconds,
     }
 
@@ -223,15 +227,27 @@ def comparison(
 
 
 def row_of(load: str, way: str, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the row of a way: for each figure the median, the least and the greatest of the rounds.
-
-    `goodput_of_all` is the good requests of all rounds by the time of all rounds. A round has few requests,
-    so it says more than the median of their rates.
-    """
+    """Return the row of a way: for each figure the median, the least and the greatest of the rounds."""
     told = {key: [own[key] for own in rounds] for key in rounds[0]}
     figures = {key: (statistics.median(own), min(own), max(own)) for key, own in told.items()}
-    rate = sum(own["goodput"] * own["seconds"] for own in rounds) / sum(told["seconds"])
-    return {"load": load, "way": way, "rounds": rounds, **figures, "goodput_of_all": (rate, rate, rate)}
+    return {"load": load, "way": way, "rounds": rounds, **figures}
+
+
+def standing(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say how many requests `auto` serves within the limits, beside the best fixed way of all rounds.
+
+    Returns "" if one of them was not measured.
+    """
+    good = {row["way"]: [own["good"] for own in row["rounds"]] for row in rows}
+    auto, best = good.pop("auto", []), max(good, key=lambda way: sum(good[way]), default="")
+    if not (auto and sum(good.get(best, []))):
+        return ""
+    total, fixed = sum(own["requests"] for own in rows[0]["rounds"]), sum(good[best])
+    ratios = [f"{own / other:.2f}" if other else "–" for own, other in zip(auto, good[best], strict=True)]
+    return (
+        f"Of {total} requests `auto` serves {sum(auto)} within the limits, `{best}` {fixed}: {sum(auto) / fixed:.2f} "
+        f"times as many (by round: {', '.join(ratios)}). One request is {1 / fixed:.3f} of that."
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:
@@ -243,7 +259,6 @@ def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:
 
     columns = (
         (f"goodput {factor:g} ×", "goodput", 3, 1),
-        ("all rounds", "goodput_of_all", 3, 1),
         ("all requests", "requests_per_s_and_core", 3, 1),
         ("TTFT p50 ms", "ttft_p50_ms", 0, 1),
         ("p99", "ttft_p99_ms", 0, 1),
@@ -254,6 +269,7 @@ def table(rows: Sequence[Mapping[str, Any]], factor: float) -> str:
         ("tokens/s", "output_tokens_per_s", 1, 1),
         ("cached %", "cached_share", 0, 100),
         ("moved MB", "moved_mb", 0, 1),
+        ("waited for a core %", "waited_share", 0, 100),
     )
     lines = [(row["way"], *(cell(row, *column[1:]) for column in columns)) for row in rows]
     return markdown(("", *(title for title, *_ in columns)), lines)

@@ -26,7 +26,7 @@ from .costs import Costs
 
 #: Tokens below this number may be special ones; every model has the others.
 TOKENS = range(100, 250)
-#: Requests of a kind, of which the median counts.
+#: Requests of a kind. Their mean counts: in a queue the slow ones delay the others.
 REPEATS = 3
 #: The longest prompt that is tried, and the shortest one. Longer ones are on the same lines.
 LONGEST, SHORTEST = 4096, 16
@@ -112,7 +112,7 @@ async def _measure_node(
         lengths.append(min(longest, 4 * lengths[-1]))
     for number in (SHORTEST, *lengths):  # the first one only warms up
         answers = [await node.ask(number, 2) for _ in range(REPEATS)]
-        seconds = statistics.median(answer.ttft_s for answer in answers)
+        seconds = statistics.fmean(answer.ttft_s for answer in answers)
         times: dict[str, float] = {"request_s": 1, "step_s": costs.chunks(number)}
         # The pairs of a token and one before it are as many in one chunk as in several.
         times |= {"prompt_token_s": number, "context_s": number * number / 2}
@@ -190,7 +190,7 @@ async def _measure_mixed(
         "answer_s": num_steps * batch,
         "answer_context_s": num_steps * batch * known,
     }
-    found = Measured(f"{number} prompt tokens beside {batch} answers", statistics.median(took), sums)
+    found = Measured(f"{number} prompt tokens beside {batch} answers", statistics.fmean(took), sums)
     say(f"{found.what}: {found.seconds * 1e3:.1f} ms")
     return [found]
 
@@ -207,7 +207,7 @@ async def _measure_handovers(
             answer = await second.ask_for(prompt, 2, params)
             # One more request and one more step than a single node takes.
             took.append(answer.ttft_s - costs.request_s - costs.unloaded_itl_s)
-        seconds = max(0.0, statistics.median(took))
+        seconds = max(0.0, statistics.fmean(took))
         found.append(
             Measured(
                 f"handover of {number} tokens", seconds, {"handover_s": 1, "handed_token_s": float(number)}

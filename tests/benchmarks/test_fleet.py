@@ -16,6 +16,7 @@ from kvferry.lab.bench.fleet_figures import (
     paced,
     prompt_tokens,
     row_of,
+    standing,
     table,
 )
 from kvferry.lab.client import Answer
@@ -31,7 +32,8 @@ def answered(prompt_tokens, ttft_s, gaps, num_tokens):
 
 
 def figures_of(answers, *, computed_tokens=0, seconds=10.0, factor=3.0):
-    added = {"computed_tokens": computed_tokens, "moved_bytes": 3e6, "failed_loads": 0}
+    times = {"ran_s": 8, "waited_s": 2}
+    added = {"computed_tokens": computed_tokens, "moved_bytes": 3e6, "failed_loads": 0, **times}
     return fleet_figures.figures_of(answers, seconds, added, IDLE, 2, factor)
 
 
@@ -69,8 +71,7 @@ def test_the_other_figures_are_taken_over_all_gaps_and_all_nodes():
     assert figures["itl_p50_ms"] == pytest.approx(200)
     assert figures["pause_p50_ms"] == pytest.approx(250)
     assert figures["output_tokens_per_s"] == 0.5
-    assert figures["cached_share"] == 0.25
-    assert figures["moved_mb"] == 3
+    assert (figures["cached_share"], figures["moved_mb"], figures["waited_share"]) == (0.25, 3, 0.25)
 
 
 def test_a_trace_keeps_its_arrivals_and_its_shared_prefixes():
@@ -127,11 +128,9 @@ def test_the_last_turn_is_due_after_the_time_that_the_nodes_need_for_all_of_them
 @pytest.fixture
 def rows():
     """Rows of two ways, one of which keeps the limits half the time in the second round."""
-    good, bad = (
-        figures_of([answered(16, 0.1, (0.05,), 2)] * 2),
-        figures_of([answered(16, 9.0, (0.05,), 2)] * 2),
-    )
-    rounds = {"least-load": [good, good], "pair-1+1": [good, bad]}
+    good = figures_of([answered(16, 0.1, (0.05,), 2)] * 2)
+    bad = figures_of([answered(16, 9.0, (0.05,), 2)] * 2)
+    rounds = {"least-load": [good, good], "auto": [good, bad]}
     return [row_of("<load>", name, own) for name, own in rounds.items()]
 
 
@@ -139,6 +138,12 @@ def test_the_table_is_markdown_with_the_least_and_the_greatest_figure(rows):
     text = table(rows, 3.0)
     assert len({line.count("|") for line in text.splitlines()}) == 1
     title, _, steady, varying = text.splitlines()
-    assert title.startswith("|  | goodput 3 × | all rounds | all requests | TTFT p50 ms | p99 |")
-    assert steady.startswith("| least-load | 0.100 | 0.100 | 0.100 | 100 | 100 |")
-    assert varying.startswith("| pair-1+1 | 0.050 (0.000–0.100) | 0.050 | 0.100 | 4,550 (100–9,000) |")
+    assert title.startswith("|  | goodput 3 × | all requests | TTFT p50 ms | p99 |")
+    assert steady.startswith("| least-load | 0.100 | 0.100 | 100 | 100 |")
+    assert varying.startswith("| auto | 0.050 (0.000–0.100) | 0.100 | 4,550 (100–9,000) |")
+
+
+def test_auto_is_compared_with_the_best_fixed_way(rows):
+    told = "serves 2 within the limits, `least-load` 4: 0.50 times as many (by round: 1.00, 0.00)"
+    assert told in standing(rows)
+    assert standing(rows[:1]) == standing(rows[1:]) == ""
