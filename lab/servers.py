@@ -557,6 +557,10 @@ def _run_foreign() -> int:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+            # A server that is killed, or ends while it starts, leaves its own children behind. A launcher
+            # that has ended does not kill them, so this process ends its group, and itself with it.
+            if selector.select(0):
+                os.killpg(0, signal.SIGKILL)
 
 
 def _answers(url: str) -> bool:

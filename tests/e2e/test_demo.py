@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.lab.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
-from tests.support.client import children_of, wait_until
+from tests.support.client import children_of, is_alive, wait_until
 from tests.support.patience import DEADLINE_S
 from tests.support.zygote import EXAMPLES
 
@@ -226,14 +226,6 @@ def wait_for_stage(demo: subprocess.Popen[str], stage: str, lines: Iterator[str]
     wanted = 3 if stage == "starting" else 4
     wait_until(lambda: len(children_of(demo.pid)) >= wanted)
     return children_of(demo.pid)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 def sockets_of(pids: Sequence[int]) -> list[str]:

@@ -5,7 +5,6 @@ of others.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvferry.lab.servers import Child, LaunchedProcess, Launcher, free_port
-from tests.support.client import wait_until
+from tests.support.client import is_alive, wait_until
 
 #: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of
 #: several ways.
@@ -131,5 +130,15 @@ def test_a_server_of_others_has_its_environment_and_ends(port: str) -> None:
         server.stop()
         assert not server.is_running
         assert "about to listen" in server.log_tail
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        assert not is_alive(pid)
+
+
+def test_a_server_that_ends_while_it_starts_leaves_no_child_if_its_launcher_is_gone(port: str) -> None:
+    with Launcher() as launcher:
+        words = ["sh", "-c", "sleep 600 & echo $!; wait"]
+        server = launcher.start_server("server", words, int(port), "/health")
+        wait_until(lambda: server.log_tail.endswith("\n"))
+        child = int(server.log_tail)
+        assert is_alive(child)
+        server.hang_up()  # as the end of the launcher would, which sends no signal
+        wait_until(lambda: not is_alive(child))

@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.client import children_of, is_alive
 from tests.support.fake_nodes import serving
 from tests.support.patience import DEADLINE_S
 
@@ -52,8 +53,7 @@ class Running:
     process: asyncio.subprocess.Process
 
     def workers(self) -> list[int]:
-        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(word) for word in text.split()]
+        return children_of(self.process.pid)
 
     async def json(self, path: str) -> Any:
         async with self.session.get(path) as response:
@@ -112,13 +112,6 @@ async def until(holds: Callable[[], Any]) -> None:
             if await found if asyncio.iscoroutine(found) else found:
                 return
             await asyncio.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @asynccontextmanager

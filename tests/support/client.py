@@ -220,3 +220,11 @@ def children_of(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):
             children.update(map(int, (task / "children").read_text().split()))
     return sorted(children)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended and waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client import children_of, wait_until
+from tests.support.client import children_of, is_alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -72,7 +72,7 @@ def test_an_interruption_leaves_no_process_and_keeps_what_is_complete(tmp_path: 
     assert process.returncode == 130
     assert "| none | " in told
     # The last processes of a server have been killed by now, but the kernel may need a moment to end them.
-    wait_until(lambda: not any(map(_is_alive, pids)), 5.0)
+    wait_until(lambda: not any(map(is_alive, pids)), 5.0)
 
 
 def test_killed_servers_leave_no_offloaded_memory(tmp_path: Path) -> None:
@@ -91,10 +91,3 @@ def test_killed_servers_leave_no_offloaded_memory(tmp_path: Path) -> None:
 
 def _descendants(pid: int) -> list[int]:
     return [each for child in children_of(pid) for each in (child, *_descendants(child))]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
