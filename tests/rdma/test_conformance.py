@@ -13,6 +13,8 @@ import pytest
 from kvferry.transports import Transport
 from kvferry.transports.registry import create_transport
 from kvferry.transports.testing import TransportConformance
+from kvferry.transports.testing.harness import DEADLINE_S, HELD, POOL_BYTES, Link, World
+from kvferry.transports.testing.reads import EVERYTHING
 from tests.transports import test_nixl, test_ucx
 
 from .conftest import OWNER, READER, options_of
@@ -55,9 +57,10 @@ Create = Callable[[Mapping[str, object]], Transport]
 def creator(scheme: str) -> Create:
     """Return what makes transports.
 
-    They use the two devices in turn, so two nodes are connected by the wire.
+    The first one uses the owner's device and all others the reader's, so that the wire connects them to it.
+    The guest cannot connect a device to itself.
     """
-    devices = itertools.cycle((OWNER, READER))
+    devices = itertools.chain((OWNER,), itertools.repeat(READER))
 
     def create(options: Mapping[str, object]) -> Transport:
         return create_transport(scheme, {**options_of(next(devices)), **options})
@@ -80,6 +83,17 @@ class TestUCX(test_ucx.TestUCX):
     @pytest.fixture
     def create(self) -> Create:
         return creator("ucx")
+
+    def test_reads_of_the_same_memory_may_be_cut_one_after_the_other(self, world: World, link: Link) -> None:
+        """UCX tells the sends of the peer that was lost first when those of the last one end."""
+        other = world.link(link.producer, world.node(POOL_BYTES), besides=(link.consumer,))
+        for each in (link, other):
+            for _ in range(16):
+                each.consumer.endpoint.start_read(each.producer_id, EVERYTHING, HELD, timeout_s=DEADLINE_S)
+            world.turn(each.consumer)  # it has asked, and does nothing from now on
+        for _ in range(16):
+            world.turn(link.producer)
+        link.producer.endpoint.close()
 
 
 @shortened

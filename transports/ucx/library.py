@@ -4,6 +4,11 @@ Some things that `ucxx` does not offer are asked of UCX itself, which `ucxx` has
 endpoint really uses, and the end of a worker. `ucxx` keeps a worker alive while one of its requests is
 pending, and a receive whose sender died in the middle is pending forever. `Worker.close` ends such a worker
 all the same, and with it every later write into our memory.
+
+One fault of UCX decides when that may be. A send of large memory that is cut off gives up the memory's
+registration. UCX tells the send's worker of it when the last send of any worker that uses the registration
+has ended. It does not ask whether that worker still exists (`ucp_request_mem_invalidate_completion`, UCX
+1.23). So a worker with such sends outlives them.
 """
 
 from __future__ import annotations
@@ -146,12 +151,13 @@ class Operation:
     The memory is UCX's until it is done, or its worker closed.
     """
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, *, is_send: bool) -> None:
         self._request = request
+        self.is_send: Final = is_send
 
     @property
     def is_done(self) -> bool:
-        return bool(self._request.completed)
+        return self._request is None or bool(self._request.completed)
 
     def check(self) -> None:
         """Check how it ended, by its status: an exception of `ucxx` would keep the worker alive in its
@@ -201,6 +207,9 @@ class Context:
                 raise ConfigurationError(f"UCX refuses {options.settings()}: {error}", key="tls") from error
         self._handle: Final = self.context.handle
         self._has_lost_worker = False
+        self.workers: Final[set[Worker]] = set()  # that are not closed
+        # Closed workers, and the operations of others that have to end before these do.
+        self._closed: dict[Worker, list[Operation]] = {}
 
     def destroy(self, worker_handle: int) -> None:
         """End a worker that `ucxx` keeps alive.
@@ -210,8 +219,23 @@ class Context:
         self.library.ucp.ucp_worker_destroy(worker_handle)
         self._has_lost_worker = True
 
+    def bury(self, worker: Worker) -> None:
+        """End a worker that has let go of everything, as soon as no operation of another one can be about its
+        sends.
+        """
+        self._closed[worker] = [each for other in self.workers for each in other.unfinished()]
+        self.end_closed()
+
+    def end_closed(self, *, at_once: bool = False) -> None:
+        """End the closed workers that need not wait any longer."""
+        for worker, awaited in list(self._closed.items()):
+            if at_once or all(operation.is_done for operation in awaited):
+                del self._closed[worker]
+                worker.end()
+
     def close(self) -> None:
         """Close the devices. All other workers are closed."""
+        self.end_closed(at_once=True)
         del self._first_worker, self.context
         if self._has_lost_worker:
             self.library.ucp.ucp_cleanup(self._handle)
@@ -234,6 +258,7 @@ class Worker:
             BackpressureError: there are not enough descriptors. UCX was not asked.
             TransportError: UCX has none.
         """
+        context.end_closed()  # first, because they have descriptors
         self._context = context
         self._library = context.library
         self._endpoint: Any = None
@@ -250,6 +275,7 @@ class Worker:
             except BaseException:
                 self._epoll.close()
                 raise
+        context.workers.add(self)
 
     def _event_descriptor(self) -> int:
         descriptor = ctypes.c_int()
@@ -303,18 +329,18 @@ class Worker:
     def send(self, tag: int, address: int, num_bytes: int) -> Operation:
         """Send memory under a tag."""
         buffer = self._buffer(address, num_bytes)
-        return self._started(self._endpoint.tag_send(buffer, self._library.core.UCXXTag(tag)))
+        return self._started(self._endpoint.tag_send(buffer, self._library.core.UCXXTag(tag)), is_send=True)
 
     def receive(self, tag: int, address: int, num_bytes: int) -> Operation:
         """Receive into memory what comes under exactly this tag."""
         buffer = self._buffer(address, num_bytes)
-        return self._started(self._worker.tag_recv(buffer, self._library.core.UCXXTag(tag)))
+        return self._started(self._worker.tag_recv(buffer, self._library.core.UCXXTag(tag)), is_send=False)
 
     def _buffer(self, address: int, num_bytes: int) -> Any:
         return self._library.array((ctypes.c_ubyte * num_bytes).from_address(address))
 
-    def _started(self, request: Any) -> Operation:
-        operation = Operation(request)
+    def _started(self, request: Any, *, is_send: bool) -> Operation:
+        operation = Operation(request, is_send=is_send)
         self._operations.add(operation)
         return operation
 
@@ -337,19 +363,36 @@ class Worker:
 
         Afterwards nothing is written into our memory any more.
         """
+        self._context.workers.remove(self)
+        has_sends, has_ended = any(each.is_send for each in self.unfinished()), False
         try:
-            self._let_go()
+            has_ended = self._let_go()
         finally:
-            del self._worker
-            if self._is_open():
-                self._context.destroy(self._handle)
-            self._epoll.close()
+            # Where UCX could not end everything, only the end of the worker makes sure of our memory.
+            if has_sends and has_ended:
+                self._context.bury(self)
+            else:
+                self.end()
 
-    def _let_go(self) -> None:
+    def end(self) -> None:
+        """End UCX's worker."""
+        del self._worker
+        if self._is_open():
+            self._context.destroy(self._handle)
+        self._epoll.close()
+
+    def unfinished(self) -> list[Operation]:
+        """Return what is being sent or received."""
+        return [each for each in self._operations if not each.is_done]
+
+    def _let_go(self) -> bool:
         """Cancel everything, and drop every reference to objects of `ucxx` except the worker, also local
         ones.
 
         A reference that is left would end the worker a second time when it is dropped.
+
+        Returns:
+            Whether UCX has ended everything.
         """
         if self._endpoint is not None:
             try:
@@ -358,16 +401,17 @@ class Worker:
                 self._endpoint = None
         for operation in self._operations:
             operation.forget()
-        self._flush()
+        has_ended = self._flush()
         # `ucxx` ends a worker only after it has received every message that came unasked, and waits without a
         # deadline: for ever if the peer froze, or closed in the middle of one. So take them away, unread; UCX
         # frees them with the worker. There is no end of them only if UCX works in between, and from here on
         # nothing lets it.
         while self._library.ucp.ucp_tag_probe_nb(self._handle, 0, 0, True, ctypes.byref(_MessageInfo())):
             pass
+        return has_ended
 
-    def _flush(self) -> None:
-        """Let UCX end what the forced close of an endpoint left behind.
+    def _flush(self) -> bool:
+        """Let UCX end what the forced close of an endpoint left behind, and return whether it has.
 
         `ucp_worker_destroy` ends it too, but crashes in `ibv_modify_qp` if the endpoint was still being
         connected over `rc_verbs` (seen with the UCX of NIXL's wheel, 1.5.1).
@@ -376,10 +420,13 @@ class Worker:
         self._worker.progress_once()
         request = ucp.ucp_worker_flush_nbx(self._handle, ctypes.byref(_NoParameters())) or 0
         if not 0 < request < 2**64 - _MAX_STATUSES:
-            return
-        while ucp.ucp_request_check_status(request) == _STATUS_IN_PROGRESS and time.monotonic() < deadline:
+            return not request
+        while is_left := ucp.ucp_request_check_status(request) == _STATUS_IN_PROGRESS:
+            if time.monotonic() >= deadline:
+                break
             self._worker.progress_once()
         ucp.ucp_request_free(request)
+        return not is_left
 
     def _is_open(self) -> bool:
         """Whether UCX's own worker still exists: then its descriptor is still the file that was
