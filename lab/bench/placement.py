@@ -64,14 +64,14 @@ IN_TURN = ("short-answers", "long-prompts", "long-answers", "interference")
 #: Constants of `kvferry.router.choice` that were chosen, and what `--vary` multiplies them by. Of one that is
 #: a share near 1, it is the rest of 1.
 VARIED = (
-    "placement.WEIGHT_OF_TIME",
-    "placement.MAX_TIMES",
-    "placement.WEIGHT_IN_THE_WAY",
-    "placement.NUM_COMPARED",
     "1-estimates.FADING",
     "1-estimates.SURELY_KEPT",
+    "estimates.WEIGHT",
+    "estimates.LATELY_S",
+    "estimates.ALIKE",
+    "placement.MAX_TIMES",
+    "placement.WEIGHT_IN_THE_WAY",
     "roles.NUM_RECENT",
-    "roles.CLEARLY",
 )
 VARIED_BY = (0.5, 0.7, 1.4, 2.0)
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-#: What a new measurement makes of the weight of the earlier ones: of prompts, of which a node computes a few
-#: per second, and of steps, of which it does a hundred. With fewer steps, equal nodes look different.
-FADING, FADING_OF_STEPS = 0.97, 0.998
+#: What a new measurement makes of the weight of the earlier ones.
+FADING = 0.97
+#: Tokens of an answer whose length nothing is known about.
+ANSWER_TOKENS = 64.0
+#: The same for steps, of which a node takes so many for a prompt. With fewer, equal nodes look different.
+FADING_OF_STEPS = FADING ** (1 / ANSWER_TOKENS)
 #: A measurement outside these is a clock's jump or a lie, and is cut off.
 MIN_S, MAX_S = 1e-7, 600.0
-#: Estimates are uncertain: up to this share of a limit it is surely kept, and beyond that share surely
-#: missed.
-SURELY_KEPT, SURELY_MISSED = 0.7, 1.1
+#: Estimates are uncertain: up to this share of a limit it is surely kept.
+SURELY_KEPT = 0.7
+#: Missed limits that weigh as much as a request's whole allowance of time, or as a fully used node.
+WEIGHT = 0.2
+#: Seconds after which what came hardly tells what will come.
+LATELY_S = 20.0
+#: Choices are alike that differ by fewer missed limits: equal nodes never measure the same.
+ALIKE = 0.03
 
 
 class Rate:
@@ -106,7 +114,7 @@ def chance_to_miss(estimate_s: float, limit_s: float) -> float:
     """Return how likely a limit is missed."""
     if limit_s <= 0:
         return 1.0
-    share = (estimate_s / limit_s - SURELY_KEPT) / (SURELY_MISSED - SURELY_KEPT)
+    share = (estimate_s / limit_s - SURELY_KEPT) / (1 - SURELY_KEPT)
     return min(1.0, max(0.0, share))
 
 

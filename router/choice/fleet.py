@@ -119,17 +119,18 @@ class Fleet:
         """
         if not prefills or not decodes:
             return None
-        for url, trouble in prefills.items():
-            self.load(url).prompt_trouble = trouble
-        for url, trouble in decodes.items():
-            self.load(url).answer_trouble = trouble
+        able, answering = ([self.load(url) for url in nodes] for nodes in (prefills, decodes))
+        for load, trouble in zip(able, prefills.values(), strict=True):
+            load.prompt_trouble = trouble
+        for load, trouble in zip(answering, decodes.values(), strict=True):
+            load.answer_trouble = trouble
         may_be_local &= self.mode != "always"
         may_hand_over &= self.mode != "never"
         rate = partial(
             choose,
             progress.ask(),
-            [self.load(url) for url in prefills],
-            [self.load(url) for url in decodes],
+            able,
+            answering,
             self.handover,
             # Before anything was measured, a limit that the guess misses would send every request to the
             # longest queue.
@@ -193,7 +194,7 @@ class Progress:
         if choice is not None and choice.is_local:
             spare_s = choice.spare_s
         elif choice is not None and choice.prefill is load:
-            coming = choice.decode.url, choice.ttft_s, choice.spare_s
+            coming = choice.decode.url, choice.ttft_s, choice.slack_s
         self._step("prompt_asked", url, ask.num_missing(load), ask.num_steps, spare_s, *coming)
 
     def prompt_ended(self, *, is_computed: bool) -> None:
@@ -239,7 +240,7 @@ class Progress:
         spare_s: float,
         decode_url: str = "",
         ttft_s: float = 0.0,
-        later_spare_s: float = 0.0,
+        slack_s: float = 0.0,
     ) -> None:
         self._prompt_ended(now, False)
         load = self._fleet.load(url)
@@ -248,7 +249,7 @@ class Progress:
         load.prompt_asked(self._prompt[1], self.num_tokens, num_steps)
         if decode_url:
             decode = self._fleet.load(decode_url)
-            self._coming = decode, Work(0, now + ttft_s, later_spare_s)
+            self._coming = decode, Work(0, now + ttft_s, slack_s)
             decode.coming[self._coming[1]] = None
 
     def _prompt_ended(self, now: float, is_computed: bool) -> None:

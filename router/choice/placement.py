@@ -19,7 +19,19 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from .estimates import FADING_OF_STEPS, MIN_S, SURELY_KEPT, Line, Rate, chance_of_more, chance_to_miss
+from .estimates import (
+    ALIKE,
+    ANSWER_TOKENS,
+    FADING_OF_STEPS,
+    LATELY_S,
+    MIN_S,
+    SURELY_KEPT,
+    WEIGHT,
+    Line,
+    Rate,
+    chance_of_more,
+    chance_to_miss,
+)
 from .roles import Recent, Roles, Times
 
 #: What a first request is estimated with, before any node was seen: a small model on one core. A few requests
@@ -29,30 +41,21 @@ SECONDS_PER_STEP = ((1.0, 0.03), (8.0, 0.06))
 HANDOVER_S, SECONDS_PER_HANDED_TOKEN = 0.02, 2e-5
 #: Weight of that first guess, in prompts, in steps, and in handed-over tokens.
 GUESSED_PROMPTS, GUESSED_STEPS, GUESSED_HANDED = 0.2, 0.5, 256.0
-#: Tokens of an answer whose length nothing is known about.
-ANSWER_TOKENS = 64.0
 
-# Where these numbers are not arithmetic, they were chosen in virtual time, by
-# `python -m kvferry.lab.bench.placement`.
+# Eight numbers are neither arithmetic nor bounds, here and in `estimates` and `roles`. They were chosen in
+# virtual time; `lab/bench/placement.py` lists them, and `docs/sizing.md` shows what other values do.
 
 #: Without a limit, a request is late when it takes so many times what it would take at an idle node.
 PATIENCE = 3.0
-#: Missed limits that a request's whole allowance of time weighs as much as.
-WEIGHT_OF_TIME = 0.2
 #: No way is taken that costs so many times as much time as the one with the least, whichever limits it keeps.
 MAX_TIMES = 3.0
-#: Seconds after which a prompt that a node was sent hardly tells how many more it will be sent.
-RECENT_S = 10.0
-#: Two choices are alike whose totals differ by no more than this factor and these seconds: equal nodes never
-#: measure the same.
-ALIKE_TIMES, ALIKE_S, ALIKE_LATE = 1.1, 0.01, 0.05
+#: Cost, in missed limits, of giving an answer at a node that is kept for prompts. Later prompts pause the
+#: answer or wait at another node, and no estimate for this request alone sees that.
+WEIGHT_IN_THE_WAY = 0.5
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
 #: Of fewer nodes none is kept for prompts: comparing all pairs finds as much.
 MIN_NODES_WITH_ROLES = 3
-#: Cost, in missed limits, of giving an answer at a node that is kept for prompts. Later prompts pause the
-#: answer or wait at another node, and no estimate for this request alone sees that.
-WEIGHT_IN_THE_WAY = 0.5
 
 
 @dataclass(eq=False)
@@ -124,7 +127,7 @@ class NodeLoad:
         prompts: In the order in which it computes them.
         answers: Those that it is giving.
         coming: Those that it will give when another node has computed their prompts; `at` is when that
-            probably is.
+            probably is, and `spare_s` what their first tokens can wait.
         pace: Of all nodes.
         prompt: Seconds per prompt, by the number of tokens that are computed. Until one was measured, that of
             `pace`.
@@ -208,7 +211,7 @@ class NodeLoad:
         self.pace.roles.note(Recent(prompt.at, prompt.num_tokens, num_tokens, num_steps))
         self._num_waiting += prompt.num_tokens
         self._estimate_queue()
-        fading = math.exp(-max(0.0, prompt.at - self._recent_at) / RECENT_S)
+        fading = math.exp(-max(0.0, prompt.at - self._recent_at) / LATELY_S)
         self._recent = self._recent * fading + 1
         self._recent_s = self._recent_s * fading + self.prompt.at(prompt.num_tokens)
         self._recent_at = prompt.at
@@ -225,10 +228,10 @@ class NodeLoad:
 
     def to_come(self, now: float) -> tuple[float, float]:
         """Return how many prompts per second it was sent lately, and how long one takes on average."""
-        fading = math.exp(-max(0.0, now - self._recent_at) / RECENT_S)
+        fading = math.exp(-max(0.0, now - self._recent_at) / LATELY_S)
         # Less one, so that a conversation does not take its own turns for those of others.
         num = max(0.0, self._recent * fading - 1)
-        return num / RECENT_S, self._recent_s / self._recent if self._recent else 0.0
+        return num / LATELY_S, self._recent_s / self._recent if self._recent else 0.0
 
     def answer_began(self, answer: Work) -> None:
         """Note an answer that it is giving."""
@@ -340,6 +343,7 @@ class Choice:
         total_s: All time that it takes and adds.
         score: What is compared; the lowest is taken.
         spare_s: As in `Work`, when its answer begins.
+        slack_s: By how much later its first token may come. Not above 0: it is late already.
         alternative_s: The total of the best choice of the other kind; infinite if there is none.
     """
 
@@ -351,6 +355,7 @@ class Choice:
     total_s: float
     score: float
     spare_s: float
+    slack_s: float
     alternative_s: float = math.inf
 
     @property
@@ -482,8 +487,7 @@ def _are_alike(one: Choice, best: Choice) -> bool:
     return (
         one.is_local is best.is_local
         and all(_work_at(node) == _work_at(other) for node, other in ends)
-        and one.num_late <= best.num_late + ALIKE_LATE
-        and one.total_s <= best.total_s * ALIKE_TIMES + ALIKE_S
+        and one.score <= best.score + ALIKE
     )
 
 
@@ -494,19 +498,16 @@ def _work_at(node: NodeLoad) -> tuple[int, ...]:
 
 def _num_for_prompts(nodes: Sequence[NodeLoad], limits: Limits, now: float) -> int:
     """Return at how many of the nodes an answer would be in the way, as `Roles` decides."""
-    pace = nodes[0].pace
-    num_own = sum(node.num_requests for node in nodes)
-    num_others = sum(node.num_other_prompts + node.num_other_answers for node in nodes)
-    times = Times(
-        pace.prompt_alone,
-        pace.step,
-        limits.itl_s or PATIENCE * pace.step.at(1),
-        limits.ttft_s,
-        0.0 if limits.ttft_s else PATIENCE,
-        HANDOVER_S,
-    )
-    # Other routers' requests are taken to be like this router's.
-    return pace.roles.decide(now, len(nodes), times, num_own / (num_own + num_others) if num_own else 1.0)
+    pace, roles = nodes[0].pace, nodes[0].pace.roles
+    if roles.are_due(now):
+        num_own = sum(node.num_requests for node in nodes)
+        num_others = sum(node.num_other_prompts + node.num_other_answers for node in nodes)
+        itl_s = limits.itl_s or PATIENCE * pace.step.at(1)
+        patience = 0.0 if limits.ttft_s else PATIENCE
+        times = Times(pace.prompt_alone, pace.step, itl_s, limits.ttft_s, patience, HANDOVER_S)
+        # Other routers' requests are taken to be like this router's.
+        roles.decide(now, len(nodes), times, num_own / (num_own + num_others) if num_own else 1.0)
+    return min(roles.num, len(nodes) - 1)
 
 
 def keep_for_prompts(nodes: Sequence[NodeLoad], num: int) -> set[NodeLoad]:
@@ -515,12 +516,14 @@ def keep_for_prompts(nodes: Sequence[NodeLoad], num: int) -> set[NodeLoad]:
     Without them answers spread over all nodes, because each is best given where there are few, and then every
     prompt pauses some.
     """
+    kept = {node for node in nodes if node.is_kept}
+    if len(kept) == num:
+        return kept
     # Those that are kept already stay so: the answers of a node that changes its role are paused by prompts.
-    ordered = sorted(nodes, key=lambda node: (not node.is_kept, node.num_answers_soon)) if num else ()
-    kept = set(ordered[:num])
-    for node in nodes:
-        node.is_kept = node in kept
-    return kept
+    ordered = sorted(nodes, key=lambda node: (not node.is_kept, node.num_answers_soon))
+    for place, node in enumerate(ordered):
+        node.is_kept = place < num
+    return set(ordered[:num])
 
 
 def _least(nodes: Sequence[NodeLoad], costs: Sequence[tuple[int, float]]) -> dict[NodeLoad, None]:
@@ -533,18 +536,13 @@ def _glance(ask: Ask, node: NodeLoad) -> tuple[float, float]:
     """Return what the prompt would take and add if this node computed it, and what the answer would if it
     gave it.
     """
-    num_answers, prompt, step = node.num_answers, node.prompt, node.step
+    # Every choice does this for every node, so it calls nothing.
+    num_answers, prompt, step = len(node.answers) + node.num_other_answers, node.prompt, node.step
     num_missing = ask.num_tokens - ask.cached.get(node.url, 0)
     prompt_s = prompt.start + prompt.slope * num_missing
-    steps_s = step.start + step.slope * (2 * node.num_answers_soon + 1)
+    steps_s = step.start + step.slope * (2 * (num_answers + len(node.coming)) + 1)
     # Each answer of the node pauses while it computes.
     return node.queue_s + prompt_s * (1 + num_answers), ask.num_steps * steps_s
-
-
-def _steps_s(ask: Ask, node: NodeLoad) -> float:
-    """What the steps of an answer take, and what it adds to those of the node's other answers."""
-    num_answers, step = node.num_answers_soon, node.step
-    return ask.num_steps * (step.at(num_answers + 1) + num_answers * step.slope)
 
 
 class _Prompt(NamedTuple):
@@ -600,10 +598,10 @@ def _rated(
         )
     is_safe_from_others = late >= 1 or not ask.is_stream
     num_late = late + num_delayed
-    total_s = ttft_s + others_s + pause_s + _steps_s(ask, decode)
+    total_s = ttft_s + others_s + pause_s + _glance(ask, decode)[1]
     # Its own wait does not count if it is late in any case.
     weighed_s = total_s if late < 1 else -wait_s
-    score = num_late + WEIGHT_OF_TIME * weighed_s / (ttft_limit_s + num_steps * itl_limit_s)
+    score = num_late + WEIGHT * weighed_s / (ttft_limit_s + num_steps * itl_limit_s)
     return Choice(
         prefill,
         decode,
@@ -613,6 +611,7 @@ def _rated(
         total_s,
         score,
         spare_s=0.0 if is_safe_from_others else spare_s,
+        slack_s=ttft_limit_s - ttft_s,
     )
 
 

@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .estimates import MIN_S, Line, chance_of_more, chance_to_miss
+from .estimates import ALIKE, LATELY_S, MIN_S, WEIGHT, Line, chance_of_more, chance_to_miss
 
-#: Requests that the estimate is made of. With 96 the rate is so uncertain that roles change all the time.
+#: Requests that the estimate is made of at most. With 96 the rate is so uncertain that roles change all the
+#: time.
 NUM_RECENT = 256
 #: So many must have come before anything is decided.
 NUM_FIRST = 8
@@ -26,11 +27,6 @@ NUM_FIRST = 8
 DECIDE_S = 1.0
 #: Of those requests, how many are judged, and about how many numbers are tried: a decision takes about 2 ms.
 NUM_JUDGED, NUM_TRIED = 64, 16
-#: By how much fewer requests must be late for the number to change: a change of roles pauses answers.
-CLEARLY = 0.03
-#: Share of late requests that fully used nodes weigh as much as: of numbers that keep all limits, the one
-#: that leaves most room is best.
-WEIGHT_OF_USE = 0.1
 #: Bounds of the estimates, so that they stay finite: a step's length in limits, and the use of a queue.
 MOST_LIMITS, FULLEST = 10.0, 0.98
 
@@ -88,19 +84,25 @@ class Roles:
         """Tokens to compute of a prompt that was asked for lately."""
         return sum(each.num_missing for each in self._recent) / max(1, len(self._recent))
 
+    def are_due(self, now: float) -> bool:
+        """Return whether it is time to decide."""
+        return now - self._decided_at >= DECIDE_S and len(self._recent) >= NUM_FIRST
+
     def decide(self, now: float, num_nodes: int, times: Times, share: float = 1.0) -> int:
-        """Return how many of the nodes are to be kept for prompts.
+        """Decide how many of the nodes are to be kept for prompts, and return it.
 
         Args:
             share: Of all requests at the nodes, those that were noted here.
         """
-        if now - self._decided_at >= DECIDE_S and len(self._recent) >= NUM_FIRST:
-            self._decided_at = now
-            costs = self.costs(now, num_nodes, times, share)
-            best = min(costs, key=costs.__getitem__)
-            if costs[best] < costs.get(self.num, math.inf) - CLEARLY:
-                self.num = best
-        return min(self.num, num_nodes - 1)
+        self._decided_at = now
+        while len(self._recent) > NUM_FIRST and self._recent[0].at < now - LATELY_S:
+            self._recent.popleft()
+        costs = self.costs(now, num_nodes, times, share)
+        best = min(costs, key=costs.__getitem__)
+        # A change of roles pauses answers, so it must be worth it.
+        if costs[best] < costs.get(self.num, math.inf) - ALIKE:
+            self.num = best
+        return self.num
 
     def costs(self, now: float, num_nodes: int, times: Times, share: float) -> Mapping[int, float]:
         """Return the share of the requests that would be late, and a little for what is in use, by the number
@@ -148,5 +150,6 @@ class Roles:
                     is_paused = max(is_paused, chance_of_more(num_prompts, bearable))
                 num_late += 1 - (1 - waits_long) * (1 - is_paused)
             in_use = max(used, min(3.0, step_s / limit_s))
-            costs[num] = num_late / len(judged) + WEIGHT_OF_USE * in_use
+            # Of numbers that keep all limits, the one that leaves most room is best.
+            costs[num] = num_late / len(judged) + WEIGHT * in_use
         return costs
