@@ -15,9 +15,9 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 #: Name of a part, the folders or files in it, what counts there, and how many lines it may have.
 PARTS: Final = (
-    ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_240),
-    ("router", ("router",), ".py", 15_640),
-    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 24_100),
+    ("library", ("transports", "connector", "runner_mixin", "src"), ".py", 43_270),
+    ("router", ("router",), ".py", 15_650),
+    ("lab", ("lab", "cli", "examples", "tools", "docs"), ".py", 24_180),
     ("tests", ("tests",), ".py", 74_100),
     ("documents", ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"), ".md", 9_600),
 )
