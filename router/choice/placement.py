@@ -458,9 +458,9 @@ def _shortlisted(
         return dict.fromkeys(way for way in ways if way[0] is not way[1] or way[0] in both)
     glances = {node: _glance(ask, node) for node in {*prefills, *decodes, *both}}
     pairs: dict[tuple[NodeLoad, NodeLoad], None] = {}
-    # First as if no node were kept for prompts, and then as if answers could not be given there.
-    for kept in (set(), for_prompts) if for_prompts else (set(),):
-        if own := [node for node in both if node not in kept]:
+    # At one node: as if none were kept for prompts, and as if answers could not be given at those.
+    for own in (both, [node for node in both if node not in for_prompts]) if for_prompts else (both,):
+        if own:
             candidates = _least(
                 own, [(node.prompt_trouble + node.answer_trouble, sum(glances[node])) for node in own]
             )
@@ -468,16 +468,15 @@ def _shortlisted(
             # for it.
             candidates[max(own, key=attrgetter("queue_s"))] = None
             pairs |= {(node, node): None for node in candidates}
-        if prefills:
-            # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
-            able_first = [node for node in prefills if node in kept] or prefills
-            firsts = _least(able_first, [(node.prompt_trouble, glances[node][0]) for node in able_first])
-            able_second = [node for node in decodes if node not in kept]
-            seconds = _least(
-                able_second,
-                [(node.answer_trouble, glances[node][1] + node.queue_s) for node in able_second],
-            )
-            pairs |= {(first, second): None for first in firsts for second in seconds if first is not second}
+    if prefills:
+        # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
+        able = [node for node in prefills if node in for_prompts] or prefills
+        firsts = _least(able, [(node.prompt_trouble, glances[node][0]) for node in able])
+        answering = [node for node in decodes if node not in for_prompts]
+        seconds = _least(
+            answering, [(node.answer_trouble, glances[node][1] + node.queue_s) for node in answering]
+        )
+        pairs |= {(first, second): None for first in firsts for second in seconds if first is not second}
     return pairs
 
 
