@@ -20,7 +20,7 @@ MIN_S, MAX_S = 1e-7, 600.0
 #: Estimates are uncertain: up to this share of a limit it is surely kept.
 SURELY_KEPT = 0.7
 #: Missed limits that weigh as much as a request's whole allowance of time, or as a fully used node.
-WEIGHT = 0.2
+WEIGHT = 0.1
 #: Seconds after which what came hardly tells what will come.
 LATELY_S = 20.0
 #: Choices are alike that differ by fewer missed limits: equal nodes never measure the same.
