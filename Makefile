@@ -65,7 +65,7 @@ demo-load: $(READY) ## let answers stream while long prompts arrive, at two plai
 
 # A test that hangs inside a library's call is not interrupted by its own timeout. Then the process of the test ends.
 .PHONY: test
-test: $(READY) ## run the tests that each change must pass (about 14 minutes on two cores); ALL=1: every test that this machine can run (half an hour)
+test: $(READY) ## run the tests that each change must pass (about 10 minutes on two cores); ALL=1: every test that this machine can run (half an hour)
 	$(BIN)/python -m pytest -m "$(if $(ALL),,not full)" $(BY_FILE) \
 		-o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true $(TEST_ARGS)
 
