@@ -13,7 +13,7 @@ from collections.abc import Sequence
 FADING = 0.97
 #: Tokens of an answer whose length nothing is known about.
 ANSWER_TOKENS = 64.0
-#: The same for steps, of which a node takes so many for a prompt. With fewer, equal nodes look different.
+#: The same for steps: about `ANSWER_TOKENS` follow each prompt, and steps differ more than nodes.
 FADING_OF_STEPS = FADING ** (1 / ANSWER_TOKENS)
 #: A measurement outside these is a clock's jump or a lie, and is cut off.
 MIN_S, MAX_S = 1e-7, 600.0
@@ -21,7 +21,7 @@ MIN_S, MAX_S = 1e-7, 600.0
 SURELY_KEPT = 0.7
 #: Missed limits that weigh as much as a request's whole allowance of time, or as a fully used node.
 WEIGHT = 0.1
-#: Seconds after which what came hardly tells what will come.
+#: Requests that came more seconds ago say little about the next ones.
 LATELY_S = 20.0
 #: Choices are alike that differ by fewer missed limits: equal nodes never measure the same.
 ALIKE = 0.03

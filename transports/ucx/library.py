@@ -220,8 +220,8 @@ class Context:
         self._has_lost_worker = True
 
     def bury(self, worker: Worker) -> None:
-        """End a worker that has let go of everything, as soon as no operation of another one can be about its
-        sends.
+        """Keep a worker that has let go of everything until the operations that others have now are over.
+        Whether they are is looked at when a worker is opened or closed.
         """
         self._closed[worker] = [each for other in self.workers for each in other.unfinished()]
         self.end_closed()
