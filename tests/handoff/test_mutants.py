@@ -77,9 +77,8 @@ def test_a_seed_gives_the_same_mutants_of_each_folder() -> None:
 
 
 def test_a_suite_that_does_not_come_to_a_change_cannot_notice_it() -> None:
-    message = next(
-        each for each in places_in("p/f.py", SOURCE) if each.new == "pass"
-    )  # instead of `self.end()`, line 6
+    # `pass` instead of `self.end()`, line 6
+    message = next(each for each in places_in("p/f.py", SOURCE) if each.new == "pass")
     assert Measured(1.0, {"p/f.py": [2, 4, 5, 6]}).comes_to(message, SOURCE)
     assert not Measured(1.0, {"p/f.py": [2, 4, 7], "p/g.py": [6]}).comes_to(message, SOURCE)
 
@@ -89,3 +88,10 @@ def test_a_part_of_an_expression_counts_as_its_statement() -> None:
     dropped = next(each for each in places_in("p/f.py", source) if each.new == "(two)")
     assert Measured(1.0, {"p/f.py": [1]}).comes_to(dropped, source)
     assert not Measured(1.0, {"p/f.py": [5]}).comes_to(dropped, source)
+
+
+def test_a_decorator_is_no_part_of_its_statement() -> None:
+    [turned] = places_in("p/f.py", b"@dataclass(frozen=True)\nclass Empty:\n    pass\n")
+    assert Measured(1.0, {"p/f.py": [1, 2]}).comes_to(
+        turned, b"@dataclass(frozen=True)\nclass Empty:\n    pass\n"
+    )

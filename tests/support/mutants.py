@@ -346,7 +346,8 @@ class Measured:
         first = source[: mutant.start].count(b"\n") + 1
         last = source[: mutant.end].count(b"\n") + 1
         statements = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.stmt)]
-        innermost = max(each.lineno for each in statements if each.lineno <= first <= (each.end_lineno or 0))
+        around = (each.lineno for each in statements if each.lineno <= first <= (each.end_lineno or 0))
+        innermost = max(around, default=first)  # a decorator is above the first line of its statement
         return not {innermost, *range(first, last + 1)}.isdisjoint(self.lines.get(mutant.path, ()))
 
 
