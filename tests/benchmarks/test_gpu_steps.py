@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvferry.lab.client import Answer
 from kvferry.lab.gpu import ready
-from kvferry.lab.gpu.__main__ import run_all
-from kvferry.lab.gpu.report import Result, SkippedError, Step, Verdict, page, run
+from kvferry.lab.gpu.report import Result, SkippedError, Step, Verdict, page, run, run_all
 from kvferry.lab.gpu.servers import PairKind, Servers
 from kvferry.lab.gpu.table import STEPS, Compared, row_of
 from kvferry.lab.servers import Launcher
@@ -92,7 +92,10 @@ class TestAllSteps:
             Step("second", 5.0, "", reading),
             Step("third", 5.0, "", skipped),
         ]
-        assert run_all(steps, Servers("cpu", tmp_path), output, 60.0) == 1
+        failures = []
+        page_of = partial(page, "Title", [])
+        assert run_all(steps, None, output, page_of, 60.0, on_failure=lambda: failures.append(1)) == 1
+        assert failures == [1]
         assert "| first | FAILED: ValueError: two | 0 |" in seen[0]
         assert "| second | not run | 0 |" in seen[0]
         text = output.read_text()
@@ -102,8 +105,19 @@ class TestAllSteps:
 
     def test_without_time_nothing_begins(self, tmp_path):
         output = tmp_path / "page.md"
-        assert run_all([Step("first", 5.0, "", failing)], Servers("cpu", tmp_path), output, 0.0) == 0
+        assert run_all([Step("first", 5.0, "", failing)], None, output, partial(page, "Title", []), 0.0) == 0
         assert "| first | not run: no time was left | 0 |" in output.read_text()
+
+    def test_the_first_leave_time_to_those_after_them(self, tmp_path):
+        def hanging(context):
+            time.sleep(60)
+            yield "too late"
+
+        steps = [Step("first", 50.0, "", hanging), Step("second", 50.0, "", lambda context: iter(["b"]))]
+        output = tmp_path / "page.md"
+        assert run_all(steps, None, output, partial(page, "Title", []), 4.0) == 1
+        assert "| first | FAILED: OverLimitError: stopped at its limit of 3 s | 3 |" in output.read_text()
+        assert "| second | passed | 0 |" in output.read_text()
 
     def test_their_names_and_limits(self):
         names = [each.name for each in STEPS]

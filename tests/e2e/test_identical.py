@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvferry.lab.demo.near_tie import assert_same_answer
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.servers import Launcher, Spawn
 from tests.support.client import Client, Reply, ask_alone, wait_until
+from tests.support.same_answer import assert_same_answer
 
 BLOCK = 16
 CHUNK = 64

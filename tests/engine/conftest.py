@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.demo.near_tie import Expectation
 from kvferry.lab.engine.weights import load_model
 from tests.support.answers import Answer
 from tests.support.engines import MakeNode, drive, stepped_nodes
+from tests.support.same_answer import assert_same_answer
 from tests.support.tiny_models import generate_greedily, tiny_models_in
 
 #: Small pool, blocks and chunks.

@@ -11,11 +11,11 @@ from kvferry.lab.demo.cli import parse_arguments
 from kvferry.lab.demo.near_tie import (
     AskAlone,
     Expectation,
-    assert_same_answer,
     compare,
     tolerance_of,
 )
 from kvferry.lab.demo.run import _show
+from tests.support.same_answer import assert_same_answer
 
 PROMPT = (1, 2, 3)
 TOLERANCE = tolerance_of("float32")

@@ -16,10 +16,11 @@ from typing import Any
 from kvferry.lab import client
 from kvferry.lab.client import events_of, exchange, totals_of
 from kvferry.lab.demo import near_tie
-from kvferry.lab.demo.near_tie import AskAlone, assert_same_answer
+from kvferry.lab.demo.near_tie import AskAlone
 from kvferry.lab.servers import LaunchedProcess
 from tests.support.answers import Answer
 from tests.support.patience import DEADLINE_S
+from tests.support.same_answer import assert_same_answer
 
 #: The `kv_transfer_params` of a router's request to a prefill node.
 DO_REMOTE_DECODE = {"do_remote_decode": True}

@@ -16,9 +16,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.lab.demo.near_tie import Expectation, ask_alone, assert_same_answer
+from kvferry.lab.demo.near_tie import Expectation, ask_alone
 from kvferry.lab.servers import LaunchedProcess, Launcher, run_program, start_vllm
 from tests.support.chaos.services import Service
+from tests.support.same_answer import assert_same_answer
 
 ANSWER_S = 120.0
 USAGE = "vllm:kv_cache_usage_perc"

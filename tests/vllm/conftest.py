@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.lab.demo.near_tie import Expectation, assert_same_answer
+from kvferry.lab.demo.near_tie import Expectation
 from kvferry.lab.engine.default_model import default_model_folder
 from kvferry.lab.servers import KVFERRY, OFFLINE, LaunchedProcess, Launcher, start_vllm
 from tests.support.engine_process import Answer, Node
+from tests.support.same_answer import assert_same_answer
 from tests.support.vllm_servers import VllmService
 
 HERE = Path(__file__).parent
