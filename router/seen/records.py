@@ -299,7 +299,7 @@ class View:
     @property
     def has_failed(self) -> bool:
         """Whether the client has no whole answer."""
-        return bool(self._marks.failure) or (self._marks.status or 0) >= 400
+        return (self._marks.status or 0) >= 400
 
     @property
     def first_token_s(self) -> float | None:

@@ -36,6 +36,14 @@ def test_what_has_ended_before_ends_the_wait(outcomes: Outcomes) -> None:
     assert outcomes.take_report().finished_recving == {"d"}
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_rank_reports_what_the_scheduler_half_has_counted(is_first: bool) -> None:
+    outcomes = Outcomes("shm", "uniform", is_first=is_first)
+    outcomes.expect(HandoffMetadata(counts={"offered_requests_total/taken": 3}), 0.0)
+    stats = outcomes.take_stats()
+    assert (stats.counters if stats else {}) == ({"offered_requests_total/taken": 3} if is_first else {})
+
+
 @pytest.mark.parametrize("ended", ["load", "offer"])
 def test_an_end_ends_the_wait(outcomes: Outcomes, ended: str) -> None:
     outcomes.expect(ORDERS, 0.0)

@@ -287,6 +287,7 @@ def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str)
         (encode(Claim("r", 1, **ONLY_RANK)) + b"\x00", "not MessagePack"),
         (b"\x91" * 5000 + b"\xc0", "not MessagePack"),
         (b"\x92\xa5Claim\x82\xa5lease\x01\xa5lease\x01", "'lease' appears twice"),
+        (b"\x92\xa5Claim\x81\xc4\x00\x01", "name must be a string, got bytes"),
         (b"\x00" * (MAX_MESSAGE_BYTES + 1), "at most"),
         (b"\xdd\xff\xff\xff\xff", "not MessagePack"),
         (msgpack.packb(msgpack.ExtType(1, b"x")), "not MessagePack"),

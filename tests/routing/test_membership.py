@@ -167,6 +167,9 @@ async def test_a_removed_node_finishes_its_requests_before_it_is_forgotten() -> 
             assert (await made.ask())[0] == 200
         assert (len(leaving.prompts), len(staying.prompts)) == (1, 3)
         assert (await made.seen())[first]["state"] == "leaving"
+        await made.add("decode", first)
+        await made.until_state(first, "ready")
+        await made.remove("decode", first)
         leaving.may_end.set()
         assert (await asking)[0] == 200
         await made.until_state(first, None)

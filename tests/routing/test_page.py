@@ -345,6 +345,17 @@ async def test_a_request_in_flight_is_shown_and_so_is_a_client_that_left() -> No
         assert sum(state["history"]["failed"]) == 1
 
 
+async def test_an_answer_that_breaks_off_has_failed() -> None:
+    token = {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}
+    broken = Node(token, token, is_stream=True)
+    async with routed([PREFILL], [broken]) as client:
+        answer = await client.post("/v1/completions", json={"stream": True})
+        assert (answer.status, b'"error"' in await answer.read()) == (200, True)
+        state = await (await client.get("/page/state")).json()
+    assert (state["finished"][0]["status"], sum(state["history"]["failed"])) == (502, 1)
+    assert "ended" in state["finished"][0]["error"]
+
+
 def test_a_bounded_number_of_requests_is_kept_and_each_is_reported_once() -> None:
     recent = RecentRequests()
     for number in range(MAX_RECENT + 10):

@@ -47,6 +47,7 @@ class Wire:
         is_apart: Bytes arrive in memory of the transport's own.
         is_late: Bytes leave straight from the pool after the owner was asked for its verdict.
         staged, gathered: The bytes pass through staging buffers at the reader, and at the owner.
+        num_buffers: Of the reader. With one, slices wait for it; with two, copies run at the same time.
     """
 
     name: str
@@ -56,9 +57,10 @@ class Wire:
     is_late: bool = False
     staged: bool = False
     gathered: bool = False
+    num_buffers: int = 1
 
     def __str__(self) -> str:
-        return f"{self.name}{', staged' * self.staged}{', gathered' * self.gathered}"
+        return f"{self.name}{', staged' * self.staged * self.num_buffers}{', gathered' * self.gathered}"
 
     def with_buffers(self, staged: bool, gathered: bool) -> Wire:
         """Return the same wire between pools of another kind."""
@@ -284,7 +286,7 @@ class Nodes:
         self.arrived_only: set[tuple[int, int]] = set()  # whose bytes were reported
         self.judged_only: set[tuple[int, int]] = set()  # whose verdict was reported
         self.ends: dict[int, list[Any]] = {}
-        self.mover = SlowMover(1) if wire.staged else HostMover(1)
+        self.mover = SlowMover(wire.num_buffers) if wire.staged else HostMover(1)
         self.owners_mover = SlowMover(1)
         base = int(self.theirs.ctypes.data)
         served = SimpleNamespace(
@@ -425,6 +427,15 @@ class Nodes:
         self._fault("reused")
         self.holds = False
         self.theirs[:] = REUSED
+        for answer in self.outgoing.values():
+            # The sum may be of what was there, and the rest of the bytes are others.
+            if (
+                self.wire.is_together
+                and not answer.data
+                and answer.buffer is None
+                and answer.num_moved < SLICE_BYTES
+            ):
+                answer.is_corrupt = answer.has_bytes
 
     def corrupt(self, tag: tuple[int, int]) -> None:
         """A byte is not what it was when it left."""

@@ -5,6 +5,7 @@ without a network.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ WIRES = [
     for wire in (KERNEL, LIBRARY, MESSAGES)
     for staged, gathered in ((False, False), (True, False), (False, True))
 ]
+WIRES += [replace(wire, staged=True, num_buffers=2) for wire in (KERNEL, LIBRARY, MESSAGES)]
 
 every_wire = pytest.mark.parametrize("wire", WIRES, ids=str)
 
@@ -81,6 +83,18 @@ def test_a_peer_that_receives_nothing_may_have_128_slices_waiting() -> None:
     with pytest.raises(ProtocolError, match="128 slices wait for it"):
         nodes.server.answer(fetch)
     assert nodes.server.num_unsent == 128
+
+
+def test_a_pause_of_the_owner_is_no_silence_of_its_peer() -> None:
+    nodes = Nodes(KERNEL.with_buffers(staged=False, gathered=True), (1,), 0)
+    (fetch,) = nodes.fetches.values()
+    nodes.server.answer(fetch)
+    nodes.end_gather(None)
+    nodes.owners_mover.gather_ring.when_free("another peer", lambda: None)
+    nodes.server.require_progress(100.0, 0.0, 5.0)
+    nodes.server.require_progress(160.0, 57.0, 5.0)
+    with pytest.raises(ProtocolError, match="received nothing for 5 s"):
+        nodes.server.require_progress(164.0, 1.0, 5.0)
 
 
 # -- planted bugs: the exploration finds each of them ---------------------------------------------------
@@ -144,6 +158,10 @@ def a_verdict_ends_a_read_before_its_bytes(patch: pytest.MonkeyPatch) -> None:
 def corrupt_bytes_are_accepted(patch: pytest.MonkeyPatch) -> None:
     real = Reader.arrived
     patch.setattr(Reader, "arrived", lambda reader, piece, error=None: real(reader, piece))
+
+
+def bytes_that_a_reuse_has_changed_count_as_corrupt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reader, "_on_corrupt", lambda reader, transfer, error: reader._fail(transfer, error))
 
 
 def a_slice_is_placed_after_its_read_was_stopped(patch: pytest.MonkeyPatch) -> None:
@@ -234,6 +252,7 @@ def an_owner_keeps_the_buffers_of_a_peer_that_is_gone(patch: pytest.MonkeyPatch)
         (a_verdict_ends_a_read_before_its_bytes, LIBRARY, False, False),
         (corrupt_bytes_are_accepted, KERNEL, False, False),
         (corrupt_bytes_are_accepted, MESSAGES, False, False),
+        (bytes_that_a_reuse_has_changed_count_as_corrupt, MESSAGES, False, False),
         (a_slice_is_placed_after_its_read_was_stopped, MESSAGES, False, False),
         (a_read_ends_while_its_bytes_still_arrive, LIBRARY, False, False),
         (a_read_ends_while_a_copy_writes, KERNEL, True, False),
