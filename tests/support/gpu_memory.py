@@ -11,12 +11,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any, cast
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvferry.transports.cuda_driver import Driver
 from kvferry.transports.regions import Pool, RegionPairs, Segment
@@ -44,9 +43,12 @@ def stand_in_driver() -> Iterator[CudaDriverStandIn]:
     Raises:
         RuntimeError: the driver was used in a way that the documentation forbids.
     """
-    with CudaDriverStandIn(pinned_bytes=1 << 30) as driver:
-        with patch.dict(sys.modules, dict.fromkeys(BINDINGS, cast("ModuleType", driver))):
-            yield driver
+    with CudaDriverStandIn(pinned_bytes=1 << 30) as driver, pytest.MonkeyPatch.context() as patch:
+        # Not `patch.dict`, which would also forget the modules that are imported meanwhile. They would be
+        # imported twice, and a member of an enum would not be itself.
+        for name in BINDINGS:
+            patch.setitem(sys.modules, name, driver)
+        yield driver
     if driver.violations:
         raise RuntimeError(f"CUDA's driver was misused: {driver.violations}")
 
