@@ -69,15 +69,6 @@ class TestOneStep:
         assert result.why == "OverLimitError: stopped at its limit of 1 s"
         assert not started[0].pids
 
-    def test_the_next_one_has_its_own_limit(self):
-        run(step(failing), None, 0.2, str)
-
-        def slow(context):
-            time.sleep(0.5)
-            yield "done"
-
-        assert run(step(slow), None, 20.0, str).verdict is Verdict.PASSED
-
 
 class TestAllSteps:
     def test_the_page_is_written_after_each_step_and_the_next_one_runs(self, tmp_path):

@@ -40,8 +40,7 @@ def test_what_has_ended_before_ends_the_wait(outcomes: Outcomes) -> None:
 def test_one_rank_reports_what_the_scheduler_half_has_counted(is_first: bool) -> None:
     outcomes = Outcomes("shm", "uniform", is_first=is_first)
     outcomes.expect(HandoffMetadata(counts={"offered_requests_total/taken": 3}), 0.0)
-    stats = outcomes.take_stats()
-    assert (stats.counters if stats else {}) == ({"offered_requests_total/taken": 3} if is_first else {})
+    assert (outcomes.take_stats() is not None) == is_first
 
 
 @pytest.mark.parametrize("ended", ["load", "offer"])
