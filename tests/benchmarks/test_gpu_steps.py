@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,19 +38,11 @@ def skipped(context):
 
 
 class TestOneStep:
-    def test_it_passes_with_what_it_yields(self):
-        result = run(step(lambda context: iter([context, "b"])), "a", 20.0, str)
-        assert (result.verdict, result.lines) == (Verdict.PASSED, ["a", "b"])
-
     def test_a_failure_keeps_what_was_known_and_has_the_logs(self):
         result = run(step(failing), None, 20.0, lambda: "the end of a log")
         assert (result.verdict, result.lines) == (Verdict.FAILED, ["one line"])
         assert result.why == "ValueError: two\nlines | and a bar"
         assert result.logs == "the end of a log"
-
-    def test_a_skipped_one_says_why(self):
-        result = run(step(skipped), None, 20.0, str)
-        assert (result.verdict, result.why, result.logs) == (Verdict.SKIPPED, "no GPU", "")
 
     def test_one_that_hangs_is_ended_and_leaves_no_process(self, tmp_path):
         """It hangs while a server is starting, which is where a real step hangs most."""
@@ -83,12 +76,10 @@ class TestAllSteps:
             Step("second", 5.0, "", reading),
             Step("third", 5.0, "", skipped),
         ]
-        failures = []
-        page_of = partial(page, "Title", [])
-        assert run_all(steps, None, output, page_of, 60.0, on_failure=lambda: failures.append(1)) == 1
-        assert failures == [1]
-        assert "| first | FAILED: ValueError: two | 0 |" in seen[0]
-        assert "| second | not run | 0 |" in seen[0]
+        end_servers = Mock()
+        assert run_all(steps, None, output, partial(page, "Title", []), 60.0, on_failure=end_servers) == 1
+        end_servers.assert_called_once_with()
+        assert "| first | FAILED: ValueError: two | 0 |\n| second | not run | 0 |" in seen[0]
         text = output.read_text()
         assert "| second | passed | 0 |" in text
         assert "| third | skipped: no GPU | 0 |" in text
@@ -112,7 +103,6 @@ class TestAllSteps:
 
     def test_their_names_and_limits(self):
         names = [each.name for each in STEPS]
-        assert names[:4] == ["single", "pair-shm", "pair-tcp", "pair-nixl"]
         assert len(set(names)) == len(names)
         assert all(each.about and 0 < each.limit_s <= 720 for each in STEPS)
 

@@ -16,6 +16,7 @@ from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
+from kvferry.connector.p2p.loop import HandoffDriver
 from kvferry.connector.p2p.options import ConnectorOptions
 from kvferry.connector.p2p.orders import Announcement, HandoffMetadata, OfferOrder, RequestOrders
 from kvferry.connector.p2p.params import parse_transfer_params
@@ -243,6 +244,15 @@ class TestThreadThatDies:
         wait_until(lambda: worker.failure != "")
         worker.shutdown()
         assert not is_any_guard_set()
+
+    def test_blocks_that_peers_may_still_read_are_not_given_back(
+        self, worker: HandoffWorker, transport: FaultyTransport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(HandoffDriver, "_clear_guards", lambda driver: False)
+        worker.submit(ordered("p", offer=OfferOrder(1, ((1, 2),), 8, "of p")))
+        transport.endpoint.break_down()
+        wait_until(lambda: worker.failure != "")
+        assert worker.get_finished() == (set(), set())
 
 
 class TestRegistration:
