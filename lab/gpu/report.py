@@ -171,7 +171,7 @@ def run_all(
         else:
             print(f"{step.name} (at most {limit_s:.0f} s): {step.about}", flush=True)
             results[index] = result = run(step, context, limit_s, logs)
-            print(f"  {result.verdict} after {result.seconds:.0f} s {result.why[:2000]}", flush=True)
+            print(f"  {result.verdict} after {result.seconds:.0f} s {result.why[-2000:]}", flush=True)
             if result.verdict is Verdict.FAILED:
                 on_failure()
         output.write_text(page_of(results), encoding="utf-8")

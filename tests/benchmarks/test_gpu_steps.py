@@ -83,7 +83,6 @@ class TestAllSteps:
         text = output.read_text()
         assert "| second | passed | 0 |" in text
         assert "| third | skipped: no GPU | 0 |" in text
-        assert "\nlines | and a bar\n" in text
 
     def test_without_time_nothing_begins(self, tmp_path):
         output = tmp_path / "page.md"

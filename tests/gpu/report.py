@@ -1,7 +1,6 @@
 """Run everything that needs a GPU, and write one Markdown page of results: `make test-gpu`.
 
-It needs one CUDA device and no network, and runs from a checkout without installing the project: it compiles
-the C part with `gcc` if that is missing, and puts `src` on `PYTHONPATH`.
+It needs one CUDA device and no network, and compiles the C part with `gcc` if that is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 
 from kvferry.lab.gpu.ready import compile_native
 from kvferry.lab.gpu.report import REHEARSAL_FACTOR, OverLimitError, Step, machine, page, run_all
-from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Lines of a program's output on the page.
@@ -125,6 +123,8 @@ def steps(device: str, folder: Path) -> list[Step]:
 
         def with_model(environment: Mapping[str, str]) -> Iterator[str]:
             if not model.exists():
+                from tests.support.tiny_models import write_tiny_model  # needs more packages than the others
+
                 write_tiny_model(model, **(DEMO_MODEL if on_gpu else {}))
             yield from run(environment)
 
@@ -219,6 +219,8 @@ def main() -> int:
             for step in steps(arguments.device, Path(name))
             if any(text in step.name for text in arguments.only)
         ]
+        if not wanted:
+            parser.error(f"--only: no step has {' or '.join(map(repr, arguments.only))} in its name")
         return run_all(
             wanted,
             environment(arguments.device),

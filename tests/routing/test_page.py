@@ -346,8 +346,7 @@ async def test_a_request_in_flight_is_shown_and_so_is_a_client_that_left() -> No
 
 
 async def test_an_answer_that_breaks_off_has_failed() -> None:
-    token = {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}
-    broken = Node(token, token, is_stream=True)
+    broken = Node(*[{"choices": [{"index": 0, "text": "a", "finish_reason": None}]}] * 2, is_stream=True)
     async with routed([PREFILL], [broken]) as client:
         answer = await client.post("/v1/completions", json={"stream": True})
         assert (answer.status, b'"error"' in await answer.read()) == (200, True)
