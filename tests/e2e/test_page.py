@@ -188,7 +188,7 @@ def test_a_click_explains_a_request_as_the_command_does(
     url = fleet.router.process.url
     assert main(["explain", records(fleet)[-1]["id"], url]) == 0
     # The command asks every node of the router, and the page those to which the request was sent.
-    told = [line for line in capsys.readouterr().out.splitlines() if "503" not in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "HTTP status 503" not in line]
     assert sorted(map(str.strip, shown)) == sorted(map(str.strip, told))
     assert {fleet.prefill.url, fleet.decode.url} <= set(" ".join(shown).split())
 
