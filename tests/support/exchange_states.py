@@ -220,7 +220,7 @@ def _told(name: str, event: Callable[..., Any], told: list[str]) -> Callable[...
         position = len(told)
         told.append(f"{name}({words})")
         actions = event(*args, **kwargs)
-        told[position] += "".join(f"\n       → {_words(action)}" for action in actions)
+        told[position] += "".join(f"\n       → {_words(action)}" for action in actions or ())
         return actions
 
     return tell
