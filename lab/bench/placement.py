@@ -71,7 +71,7 @@ VARIED = (
     "estimates.ALIKE",
     "placement.MAX_TIMES",
     "placement.WEIGHT_IN_THE_WAY",
-    "roles.NUM_RECENT",
+    "roles.GROWTH",
 )
 VARIED_BY = (0.5, 0.7, 1.4, 2.0)
 

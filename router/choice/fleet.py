@@ -62,10 +62,6 @@ class Fleet:
         self._loads: dict[str, NodeLoad] = {}
         self._handovers: dict[tuple[str, str], Rate] = {}
 
-    def __len__(self) -> int:
-        """How many nodes it remembers."""
-        return len(self._loads)
-
     def load(self, url: str) -> NodeLoad:
         """Return the load of a node."""
         if url not in self._loads:

@@ -49,8 +49,8 @@ GUESSED_PROMPTS, GUESSED_STEPS, GUESSED_HANDED = 0.2, 0.5, 256.0
 PATIENCE = 3.0
 #: No way is taken that costs so many times as much time as the one with the least, whichever limits it keeps.
 MAX_TIMES = 3.0
-#: Cost, in missed limits, of giving an answer at a node that is kept for prompts. Later prompts pause the
-#: answer or wait at another node, and no estimate for this request alone sees that.
+#: Cost, in missed limits, of an answer at a node that is kept for prompts. It delays later ones, which no
+#: estimate for this request alone sees. A prompt at a node that is not kept costs `WEIGHT` of that.
 WEIGHT_IN_THE_WAY = 0.5
 #: Nodes of each kind that are compared in detail.
 NUM_COMPARED = 3
@@ -424,10 +424,15 @@ def choose(
     choices = [_rated(ask, prompts[prefill], decode, handover, limits, now) for prefill, decode in pairs]
     if len(choices) == 1:
         return choices[0]
-    highest_s = MAX_TIMES * min(each.total_s for each in choices)
+    # Nodes that are kept have no answers, so one would always come fastest there.
+    usual = [each for each in choices if each.decode not in for_prompts] or choices
+    highest_s = MAX_TIMES * min(each.total_s for each in usual)
     chosen = min(
         (each for each in choices if each.total_s <= highest_s),
-        key=lambda each: each.score + WEIGHT_IN_THE_WAY * (each.decode in for_prompts),
+        key=lambda each: (
+            each.score
+            + WEIGHT_IN_THE_WAY * ((each.decode in for_prompts) + WEIGHT * (each.prefill not in for_prompts))
+        ),
     )
     chosen = min(
         (each for each in choices if _are_alike(each, chosen)),

@@ -91,9 +91,6 @@ class Mirrors:
         self._fleet = fleet
         self._of: dict[int, dict[int, Progress]] = {}  # by worker and number
 
-    def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
-
     def begin(self, worker: int, state: Iterable[Step]) -> None:
         """Replay the requests that a worker has."""
         self.end(worker)

@@ -14,13 +14,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from .estimates import ALIKE, LATELY_S, MIN_S, WEIGHT, Line, chance_of_more, chance_to_miss
+from .estimates import ALIKE, LATELY_S, MIN_S, SURELY_KEPT, WEIGHT, Line, chance_of_more, chance_to_miss
 
-#: Requests that the estimate is made of at most. With 96 the rate is so uncertain that roles change all the
-#: time.
-NUM_RECENT = 256
+#: Nodes are kept before they have to be: answers that began at them stay for long. If both do as well now,
+#: what would be best for so many times as many requests decides.
+GROWTH = 3.0
+#: Requests that the estimate is made of at most.
+NUM_RECENT = 2048
 #: So many must have come before anything is decided.
 NUM_FIRST = 8
 #: Seconds between two decisions.
@@ -98,15 +101,22 @@ class Roles:
         while len(self._recent) > NUM_FIRST and self._recent[0].at < now - LATELY_S:
             self._recent.popleft()
         costs = self.costs(now, num_nodes, times, share)
-        best = min(costs, key=costs.__getitem__)
         # A change of roles pauses answers, so it must be worth it.
-        if costs[best] < costs.get(self.num, math.inf) - ALIKE:
-            self.num = best
+        kept = min(filter(None, costs), key=costs.__getitem__, default=0)
+        if self.num and costs.get(self.num, math.inf) <= costs[kept] + ALIKE:
+            kept = self.num
+        gain = costs[0] - costs[kept]
+        if abs(gain) <= ALIKE:
+            grown = self.costs(now, num_nodes, times, share / GROWTH, {0, kept})
+            gain = grown[0] - grown[kept]
+        self.num = kept if gain > (-ALIKE if self.num else ALIKE) else 0
         return self.num
 
-    def costs(self, now: float, num_nodes: int, times: Times, share: float) -> Mapping[int, float]:
+    def costs(
+        self, now: float, num_nodes: int, times: Times, share: float, only: AbstractSet[int] = frozenset()
+    ) -> Mapping[int, float]:
         """Return the share of the requests that would be late, and a little for what is in use, by the number
-        of nodes that are kept for prompts.
+        of nodes that are kept for prompts: `only` these, or about `NUM_TRIED`.
         """
         # Until now and not until the latest one, so that the rate falls when requests stop coming.
         rate = len(self._recent) / max(MIN_S, now - self._recent[0].at) / share
@@ -119,7 +129,7 @@ class Roles:
         pause_s = max(MIN_S, mean - start)
         costs: dict[int, float] = {}
         tried = {*range(0, num_nodes, -(-num_nodes // NUM_TRIED)), self.num - 1, self.num, self.num + 1}
-        for num in sorted(tried & {*range(num_nodes)}):
+        for num in sorted(only or tried & {*range(num_nodes)}):
             num_answering = num_nodes - num
             # Of each second at a node: what tokens take beside their steps, and what prompts do.
             tokens = times.step.slope * rate * num_steps / num_answering
@@ -137,7 +147,9 @@ class Roles:
                 waits = min(1.0, used)
                 queue_s = square / (2 * mean) / max(1 - FULLEST, 1 - used - tokens)
                 before_s = 1.5 * step_s - start  # the rest of the present step, and the answers in its own
-            is_slow = chance_to_miss(step_s, limit_s)
+            # Where too many answers come, only those are late that do not fit in.
+            room = max(MIN_S, 1 - start / max(MIN_S, limit_s))
+            is_slow = min(chance_to_miss(step_s, limit_s), max(WEIGHT, beyond(tokens / room)))
             num_late = 0.0
             for prompt_s, each in judged:
                 spare_s = times.ttft_limit_s + times.ttft_limit_times * times.prompt.at(each.num_tokens)
@@ -149,7 +161,18 @@ class Roles:
                     bearable = (each.num_steps - 1) * (limit_s - step_s) / pause_s
                     is_paused = max(is_paused, chance_of_more(num_prompts, bearable))
                 num_late += 1 - (1 - waits_long) * (1 - is_paused)
-            in_use = max(used, min(3.0, step_s / limit_s))
+            late = max(num_late / len(judged), beyond(used) if num else 0.0)
             # Of numbers that keep all limits, the one that leaves most room is best.
-            costs[num] = num_late / len(judged) + WEIGHT * in_use
+            costs[num] = late + WEIGHT * max(used, min(3.0, step_s / limit_s))
         return costs
+
+
+def beyond(use: float) -> float:
+    """Return the share of work that comes beside what can be done, if as much comes as `use` of that.
+
+    The estimate is as uncertain as that of a limit; see `SURELY_KEPT`.
+    """
+    most = 2 - SURELY_KEPT
+    if use >= most:
+        return 1 - 1 / use
+    return (1 - 1 / most) * (max(0.0, use - SURELY_KEPT) / (most - SURELY_KEPT)) ** 2

@@ -1,11 +1,10 @@
 """The endpoints at which clients ask for answers: one table of what serves each of them, and how it goes.
 
-The table makes the router's routes, its OpenAPI page, and the table in `docs/openai-api.md`.
+The table makes the router's routes and its OpenAPI page. `docs/openai-api.md` has the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,12 +114,3 @@ def endpoint_at(path: str) -> Endpoint | None:
 def has_form_of_messages(path: str) -> bool:
     """Whether the errors of a path have Anthropic's form."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
-
-
-def table_rows() -> Iterator[str]:
-    """Yield the rows of the table in the documents."""
-    yield "| endpoint | served by | how it goes |"
-    yield "|---|---|---|"
-    for endpoint in ENDPOINTS:
-        called = "`, `".join(f"{method} {endpoint.path}" for method in endpoint.methods)
-        yield f"| `{called}` | {endpoint.served_by} | {endpoint.way} |"

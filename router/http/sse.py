@@ -80,17 +80,6 @@ DONE = Event(b"data: [DONE]\n\n")
 Filter = Callable[[Event], Iterable[Event]]
 
 
-def passing(*filters: Filter) -> Callable[[Iterable[Event]], list[Event]]:
-    """Return what sends events through filters, one after the other."""
-
-    def passed(events: Iterable[Event]) -> list[Event]:
-        for each in filters:
-            events = [out for event in events for out in each(event)]
-        return list(events)
-
-    return passed
-
-
 class Splitter:
     """Splits a stream into its events.
 

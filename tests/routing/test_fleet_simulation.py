@@ -131,8 +131,7 @@ def test_it_keeps_more_limits_where_nodes_are_full(load: str, gain: float) -> No
 
 @pytest.mark.parametrize("load", ["interference", "long-answers", "conversations"])
 def test_it_comes_near_to_a_choice_that_knows_the_future(load: str) -> None:
-    _, chosen = rounds(load, 1.0)
-    rates, _ = rounds(load, 1.0)
+    rates, chosen = rounds(load, 1.0)
     known = []
     for seed in range(2):
         requests = arrivals(load, seed, 1.0, CPU, 2)

@@ -427,7 +427,7 @@ def test_a_fleet_that_changes_at_each_request_leaves_little_behind(monkeypatch: 
         progress.prompt_ended(is_computed=True)
         progress.answer_began(choice.decode.url)
         progress.ended()
-    assert len(fleet) <= 10
+    assert len(fleet._loads) <= 10
     assert len(fleet.prefixes) <= 2 * 2000
 
 

@@ -91,7 +91,7 @@ def test_fleets_that_replay_each_others_steps_have_equal_states(seed: int) -> No
         for progress in process.live:
             progress.ended()
     assert all(set(work_at(each.fleet)) == {(0, 0, 0)} for each in (*processes, newcomer))
-    assert not any(len(each.mirrors) or each.teller.state() for each in (*processes, newcomer))
+    assert not any(any(each.mirrors._of.values()) or each.teller.state() for each in (*processes, newcomer))
 
 
 def test_tokens_are_told_a_few_times_per_second_and_none_is_counted_twice() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.router.http.sse import DONE, Event, EventTooLongError, Splitter, events_of, passing
+from kvferry.router.http.sse import Event, EventTooLongError, Splitter, events_of
 
 STREAMS = [
     b"data: a\n\ndata: b\n\n\n\ndata: [DONE]\n\ndata: c",
@@ -63,17 +63,3 @@ def test_an_event_has_a_longest_length() -> None:
 def test_an_events_content_is_its_json_object(raw: bytes, content: dict[str, int], is_done: bool) -> None:
     event = Event(raw)
     assert (event.content, event.is_done, event.raw) == (content, is_done, raw)
-
-
-def test_filters_follow_each_other() -> None:
-    def doubled(event: Event) -> list[Event]:
-        return [event, event]
-
-    def without_comments(event: Event) -> list[Event]:
-        return [] if event.raw.startswith(b":") else [event]
-
-    events = [Event.of({"text": "\u00e9"}), Event(b": c\n\n"), DONE]
-    assert [event.raw for event in passing(without_comments, doubled)(events)] == [
-        *(2 * ['data: {"text":"\u00e9"}\n\n'.encode()]),
-        *(2 * [b"data: [DONE]\n\n"]),
-    ]
