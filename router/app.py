@@ -315,7 +315,7 @@ class Router:
                 {
                     **node,
                     "cached_blocks": fleet.prefixes.num_blocks(node["url"]),
-                    "kept_for_prompts": node["url"] in fleet.kept_for_prompts,
+                    "kept_for_prompts": fleet.load(node["url"]).is_kept,
                 }
                 for node in (*self._prefill_pool.report(), *self._decode_pool.report())
             ],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -69,11 +68,6 @@ class Fleet:
                 del self._loads[next(iter(self._loads))]
             self._loads[url] = NodeLoad(url, self._pace)
         return self._loads[url]
-
-    @property
-    def kept_for_prompts(self) -> AbstractSet[str]:
-        """URLs of the nodes that give no answer while others have room."""
-        return {url for url, load in self._loads.items() if load.is_kept}
 
     def note_all(self, url: str, occupancy: Occupancy) -> None:
         """Note what a node says that it has to do for all its clients."""

@@ -256,7 +256,7 @@ class NodeLoad:
     def _estimate_queue(self) -> None:
         # Here and not when it is asked for, because every choice asks every node.
         self.queue_s = len(self.prompts) * self.prompt.start + self._num_waiting * self.prompt.slope
-        if self.num_other_prompts:  # the mean adds up all recent requests
+        if self.num_other_prompts:
             self.queue_s += self.num_other_prompts * self.prompt.at(self.pace.roles.mean_missing)
 
     def tokens_came(self, answer: Work, now: float, num_tokens: int) -> None:

@@ -71,21 +71,26 @@ class Roles:
 
     Attributes:
         num: The latest decision.
+        mean_missing: Tokens to compute of a prompt that was asked for lately.
     """
 
     def __init__(self) -> None:
-        self.num = 0
-        self._recent: deque[Recent] = deque(maxlen=NUM_RECENT)
+        self.num, self.mean_missing = 0, 0.0
+        self._recent: deque[Recent] = deque()
+        self._num_missing = 0  # of these; every estimate of a queue may ask, so it is not added up then
         self._decided_at = -math.inf
 
     def note(self, request: Recent) -> None:
         """Note a request whose prompt a node is to compute."""
         self._recent.append(request)
+        self._num_missing += request.num_missing
+        self._forget(request.at)
+        self.mean_missing = self._num_missing / len(self._recent)
 
-    @property
-    def mean_missing(self) -> float:
-        """Tokens to compute of a prompt that was asked for lately."""
-        return sum(each.num_missing for each in self._recent) / max(1, len(self._recent))
+    def _forget(self, now: float) -> None:
+        recent = self._recent
+        while len(recent) > NUM_RECENT or (len(recent) > NUM_FIRST and recent[0].at < now - LATELY_S):
+            self._num_missing -= recent.popleft().num_missing
 
     def are_due(self, now: float) -> bool:
         """Return whether it is time to decide."""
@@ -98,8 +103,7 @@ class Roles:
             share: Of all requests at the nodes, those that were noted here.
         """
         self._decided_at = now
-        while len(self._recent) > NUM_FIRST and self._recent[0].at < now - LATELY_S:
-            self._recent.popleft()
+        self._forget(now)
         costs = self.costs(now, num_nodes, times, share)
         # A change of roles pauses answers, so it must be worth it.
         kept = min(filter(None, costs), key=costs.__getitem__, default=0)
