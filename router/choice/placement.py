@@ -604,9 +604,9 @@ def _rated(
     is_safe_from_others = late >= 1 or not ask.is_stream
     num_late = late + num_delayed
     total_s = ttft_s + others_s + pause_s + _glance(ask, decode)[1]
-    # Its own wait does not count if it is late in any case.
+    # Its own wait does not count if it is late in any case. A queue that grows must not attract all requests.
     weighed_s = total_s if late < 1 else -wait_s
-    score = num_late + WEIGHT * weighed_s / (ttft_limit_s + num_steps * itl_limit_s)
+    score = num_late + WEIGHT * max(-1.0, weighed_s / (ttft_limit_s + num_steps * itl_limit_s))
     return Choice(
         prefill,
         decode,

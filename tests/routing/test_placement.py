@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.spans import RecentSpans
-from kvferry.router.choice.estimates import Line, Rate, chance_of_more
+from kvferry.router.choice.estimates import WEIGHT, Line, Rate, chance_of_more
 from kvferry.router.choice.fleet import Fleet, Progress
 from kvferry.router.choice.placement import Ask, Choice, Limits, NodeLoad, Work, choose
 from kvferry.router.choice.prefixes import PIECE_TOKENS, Prefixes, keys_of
@@ -114,6 +114,7 @@ def test_a_prompt_goes_where_it_makes_no_answer_late() -> None:
     ask_prompt(one, Work(300, 0.0, spare_s=0.3))
     compute(other, 600)
     assert chosen(Ask(1000, 8), loads).prefill is other
+    assert chosen(Ask(1000, 8), [one]).score >= 1 - WEIGHT
 
 
 def test_a_request_that_is_late_anywhere_makes_no_other_one_late() -> None:

@@ -73,7 +73,6 @@ def test_other_routers_requests_count() -> None:
 
 
 def test_nodes_are_kept_before_the_load_needs_them() -> None:
-    """An answer that began at a node stays there, long after the node is needed for prompts."""
     roles, now = roles_of(5.0, 500, 16)
     assert (costs := roles.costs(now, 16, TIMES, 1.0))[0] < min(costs.values()) + ALIKE
     assert roles.decide(now, 16, TIMES) > 0
