@@ -246,7 +246,7 @@ def chart(
         below: What the points' first numbers are.
         lowest: Where the vertical axis begins.
     """
-    width, height, left, top, inner_width, inner_height = 800, 340, 60, 30, 530, 260
+    width, height, left, top, inner_width, inner_height = 840, 340, 60, 30, 530, 260
     points = [point for own in lines.values() for point in own]
     most = max(x for x, _, _ in points)
     highest = max(y for _, y, _ in points) or 1.0
