@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from .estimates import ALIKE, LATELY_S, MIN_S, SURELY_KEPT, WEIGHT, Line, chance_of_more, chance_to_miss
 
-#: Nodes are kept before they have to be: answers that began at them stay for long. If both do as well now,
-#: what would be best for so many times as many requests decides.
+#: Nodes are kept before they have to be, because answers that began at them stay for long. If none and some
+#: do as well now, that decides which would be better at this multiple of the rate.
 GROWTH = 3.0
 #: Requests that the estimate is made of at most.
 NUM_RECENT = 2048
