@@ -424,9 +424,11 @@ def choose(
     choices = [_rated(ask, prompts[prefill], decode, handover, limits, now) for prefill, decode in pairs]
     if len(choices) == 1:
         return choices[0]
-    # Nodes that are kept have no answers, so one would always come fastest there.
-    usual = [each for each in choices if each.decode not in for_prompts] or choices
-    highest_s = MAX_TIMES * min(each.total_s for each in usual)
+    # Nodes that are kept have no answers, so one would come fastest there: the best other way stays allowed.
+    highest_s = max(
+        MAX_TIMES * min(each.total_s for each in choices),
+        min((each.total_s for each in choices if each.decode not in for_prompts), default=0.0),
+    )
     chosen = min(
         (each for each in choices if each.total_s <= highest_s),
         key=lambda each: (
