@@ -70,7 +70,7 @@ def _check(arguments: argparse.Namespace) -> None:
         return ConfigurationError(f"{option} {why}; got {value!r}", key=option, value=value)
 
     if not (arguments.measure or arguments.trace):
-        raise wrong("--trace", "", "or --measure must be given: there is nothing to do")
+        raise ConfigurationError("give --trace or --measure: there is nothing else to do", key="--trace")
     if len(arguments.measure) > 2:
         raise wrong(
             "--measure", arguments.measure, "takes one node, or one that computes and one that loads from it"
