@@ -100,17 +100,8 @@ _OF_REFERENCE: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def _asks_for_scores(body: Mapping[str, Any]) -> bool:
-    scores = body.get("logprobs")  # 0 asks for the token's own
-    return scores is not None and scores is not False
-
-
 def _is_nothing(value: object) -> bool:
     return value is None or value is False or value in (0, "", [], {})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _only_asks_for_usage(value: object) -> bool:
@@ -128,7 +119,7 @@ _FOLLOWED: Mapping[str, Callable[[object], bool]] = {
     "priority": lambda value: True,
     # A token that is drawn by chance may be drawn anywhere. With a seed a server would start its generator
     # anew.
-    "temperature": lambda value: value is None or _is_number(value),
+    "temperature": lambda value: value is None or type(value) in (int, float),
     "seed": lambda value: value is None,
     # None of these depends on the tokens before.
     "top_p": lambda value: True,
@@ -190,7 +181,8 @@ def is_followed(body: Mapping[str, Any], path: str, node: Abilities) -> bool:
         return False
     if not node.vllm_max_model_len:
         is_one = all(body.get(name) in allowed for name, allowed in _OF_REFERENCE.items())
-        return is_one and not _asks_for_scores(body)
+        scores = body.get("logprobs")  # 0 asks for the token's own
+        return is_one and (scores is None or scores is False)
     if body.get("model") is not None and body["model"] not in node.vllm_models:
         return False  # an adapter's; the node's identity does not include it
     followed = _FOLLOWED if path == COMPLETIONS else _FOLLOWED_CHAT
@@ -307,7 +299,8 @@ class StitchedBeginning(Beginning):
     Such a server holds back the text of a token that is a part of a character, and may put several tokens
     into one event. So after some tokens it is not known how much of their text the client has. Another server
     is told the tokens up to the last one that ended a text. It chooses those after it once more, and what the
-    client has of their text is taken out.
+    client has of their text is taken out. Not so tokens that have come alone before, each with a text of its
+    own: after a whole character they always end one.
 
     Attributes:
         model: Identity of the server that chose the tokens.
@@ -328,6 +321,9 @@ class StitchedBeginning(Beginning):
     _later_ids: list[int] = field(default_factory=list)  # of the present server, after `token_ids`
     _later_text: str = ""  # theirs
     _sent_text: str = ""  # that the client has after that of `token_ids`
+    _whole_ids: set[int] = field(
+        default_factory=set
+    )  # each came alone after a whole character, and ended one
 
     @property
     def num_tokens(self) -> int:
@@ -369,11 +365,14 @@ class StitchedBeginning(Beginning):
             self._is_plain = False  # thoughts, or calls of tools: a completion would give them as text
         text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
         text = text if isinstance(text, str) else ""
+        is_alone, ends_text = len(token_ids) == 1, text and not text.endswith(REPLACEMENT)
+        if is_alone and ends_text and not self._later_ids:
+            self._whole_ids.update(token_ids)
         self._later_ids += token_ids
         self._later_text += text
         if len(self._later_text) > len(self._sent_text):
             self._sent_text = self._later_text
-        if len(token_ids) == 1 and text and not text.endswith(REPLACEMENT):
+        if ends_text and (is_alone or self._whole_ids.issuperset(self._later_ids)):
             # Nothing is held back: the server would have held back all of a text that ends with a part of a
             # character.
             self.token_ids += self._later_ids

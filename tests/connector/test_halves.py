@@ -31,11 +31,10 @@ class Saves(KVConnectorMetadata):
         self.requests = requests
 
 
-class TwoClassScheduler(SchedulerHalf):
+class KeepsForAStep:
     """Has the worker half keep each finished request's blocks for one step."""
 
-    def __init__(self) -> None:
-        self.finished: set[str] = set()
+    finished: set[str]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
@@ -49,6 +48,11 @@ class TwoClassScheduler(SchedulerHalf):
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         self.finished.add(request.request_id)
         return True, None
+
+
+class TwoClassScheduler(KeepsForAStep, SchedulerHalf):
+    def __init__(self) -> None:
+        self.finished = set()
 
 
 class TwoClassWorker(WorkerHalf):
@@ -76,27 +80,14 @@ class TwoClasses(KVConnectorBase):
         return TwoClassWorker()
 
 
-class OneClass(KVConnectorBase):
+class OneClass(KeepsForAStep, KVConnectorBase):
     """The same connector in the style of vLLM's interface: all methods on one class."""
 
     def __init__(self, config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(config, role, kv_cache_config)
-        self.finished: set[str] = set()
+        self.finished = set()
         self.sent: set[str] = set()
         self.caches: Mapping[str, torch.Tensor] = {}
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, *args: Any) -> None: ...
-
-    def build_connector_meta(self, scheduler_output: Any) -> Saves:
-        requests, self.finished = frozenset(self.finished), set()
-        return Saves(requests)
-
-    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
-        self.finished.add(request.request_id)
-        return True, None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 
 from kvferry.connector.planning.layout import (
     KVLayout,
+    LayerLayout,
     layer_layout_of_view,
     per_layer_layout,
     uniform_layout,
@@ -52,19 +54,25 @@ def test_uniform_is_block_major_and_per_layer_is_layer_major() -> None:
 # -- views -------------------------------------------------------------------------------------------
 
 
-def pages_by_layout(array: np.ndarray, num_kernel_blocks: int, kernel_blocks_per_block: int) -> list[bytes]:
-    base = array.base if array.base is not None else array
-    layer = layer_layout_of_view(
+def layer_of(
+    shape: Sequence[int], strides: Sequence[int], kernel_blocks_per_block: int, data_offset: int = 0
+) -> LayerLayout:
+    return layer_layout_of_view(
         "x",
-        group_index=0,
-        page_format="",
-        data_offset=0,
-        shape=array.shape,
-        strides=[stride // array.itemsize for stride in array.strides],
-        itemsize=array.itemsize,
+        group_index=3,
+        page_format="f",
+        data_offset=data_offset,
+        shape=shape,
+        strides=strides,
+        itemsize=2,
         block_size=4,
         kernel_blocks_per_block=kernel_blocks_per_block,
     )
+
+
+def pages_by_layout(array: np.ndarray, num_kernel_blocks: int, kernel_blocks_per_block: int) -> list[bytes]:
+    base = array.base if array.base is not None else array
+    layer = layer_of(array.shape, [stride // 2 for stride in array.strides], kernel_blocks_per_block)
     pool = base.tobytes()
     return [
         b"".join(
@@ -112,17 +120,7 @@ def test_fragments_are_as_few_as_possible(
     kernel_blocks: int,
     fragments: tuple[tuple[int, int], ...],
 ) -> None:
-    layer = layer_layout_of_view(
-        "x",
-        group_index=3,
-        page_format="f",
-        data_offset=10,
-        shape=shape,
-        strides=strides,
-        itemsize=2,
-        block_size=4,
-        kernel_blocks_per_block=kernel_blocks,
-    )
+    layer = layer_of(shape, strides, kernel_blocks, data_offset=10)
     assert (layer.group_index, layer.page_format, layer.base_offset) == (3, "f", 10)
     assert layer.block_stride == kernel_blocks * strides[0] * 2
     assert layer.fragments == fragments
@@ -138,17 +136,7 @@ def test_a_view_without_whole_blocks_is_refused(
     shape: tuple[int, ...], strides: tuple[int, ...], kernel_blocks: int
 ) -> None:
     with pytest.raises(ConfigurationError, match="cache of x"):
-        layer_layout_of_view(
-            "x",
-            group_index=0,
-            page_format="",
-            data_offset=0,
-            shape=shape,
-            strides=strides,
-            itemsize=2,
-            block_size=4,
-            kernel_blocks_per_block=kernel_blocks,
-        )
+        layer_of(shape, strides, kernel_blocks)
 
 
 def test_pages_whose_vectors_are_not_contiguous_are_opaque() -> None:

@@ -581,3 +581,18 @@ def test_a_cache_is_of_no_use_if_the_next_server_is_told_fewer_tokens() -> None:
     assert beginning.is_told_whole
     beginning.add((8,), vllm_event("", [8]))
     assert not beginning.is_told_whole
+
+
+def test_tokens_that_came_alone_are_told_from_a_joined_event() -> None:
+    """Of any other token, a part of its text may be held back."""
+    body = {"prompt": "p", "max_tokens": 9, "temperature": 0, "stream": True}
+    beginning = beginning_of(body, COMPLETIONS, VLLM, first := vllm_event("a", [7]))
+    assert beginning is not None
+    beginning.add((7,), first)
+    beginning.add((7, 7), vllm_event("aa", [7, 7]))
+    assert (beginning.is_told_whole, beginning.num_tokens) == (True, 3)
+    beginning.add((7, 8), vllm_event("a", [7, 8]))
+    assert (beginning.is_told_whole, beginning.num_tokens) == (False, 3)
+    beginning.add((9,), vllm_event("\u00e9", [9]))  # with 8, a whole character
+    beginning.add((7, 9), vllm_event("a", [7, 9]))
+    assert (beginning.is_told_whole, beginning.num_tokens) == (False, 6)

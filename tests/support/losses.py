@@ -87,7 +87,7 @@ def ask(
     path: str,
     body: Mapping[str, Any],
     request_id: str = "same",
-    on_piece: Callable[[], None] = lambda: None,
+    on_piece: Callable[[Mapping[str, Any]], None] = lambda piece: None,
 ) -> tuple[Told, float]:
     """Ask for an answer. Returns it, and the longest time in seconds between two of its pieces.
 
@@ -106,7 +106,7 @@ def ask(
                 raise ValueError(f"{response.status}: {json.dumps(piece)}")
             pieces.append(piece)
             times.append(time.monotonic())
-            on_piece()
+            on_piece(piece)
     return _told(pieces), max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
@@ -244,7 +244,7 @@ class Load:
         is_right = told == question.expected
         return Outcome(port, question, "" if is_right else f"wrong: {told}, not {question.expected}", pause_s)
 
-    def _note_piece(self) -> None:
+    def _note_piece(self, piece: Mapping[str, Any]) -> None:
         with self._changed:
             self._num_pieces += 1
             self._changed.notify_all()
