@@ -478,7 +478,8 @@ def _shortlisted(
             pairs |= {(node, node): None for node in candidates}
     if prefills:
         # A handover's cost hardly depends on the pair, so each end is shortlisted by itself.
-        able = [node for node in prefills if node in for_prompts] or prefills
+        for_answers = set(both) - for_prompts if for_prompts else ()
+        able = [node for node in prefills if node not in for_answers]
         firsts = _least(able, [(node.prompt_trouble, glances[node][0]) for node in able])
         answering = [node for node in decodes if node not in for_prompts]
         seconds = _least(

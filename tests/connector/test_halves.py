@@ -34,7 +34,7 @@ class Saves(KVConnectorMetadata):
 class KeepsForAStep:
     """Has the worker half keep each finished request's blocks for one step."""
 
-    finished: set[str]
+    finished: frozenset[str] = frozenset()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
@@ -42,17 +42,15 @@ class KeepsForAStep:
     def update_state_after_alloc(self, *args: Any) -> None: ...
 
     def build_connector_meta(self, scheduler_output: Any) -> Saves:
-        requests, self.finished = frozenset(self.finished), set()
+        requests, self.finished = self.finished, frozenset()
         return Saves(requests)
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
-        self.finished.add(request.request_id)
+        self.finished |= {request.request_id}
         return True, None
 
 
-class TwoClassScheduler(KeepsForAStep, SchedulerHalf):
-    def __init__(self) -> None:
-        self.finished = set()
+class TwoClassScheduler(KeepsForAStep, SchedulerHalf): ...
 
 
 class TwoClassWorker(WorkerHalf):
@@ -85,7 +83,6 @@ class OneClass(KeepsForAStep, KVConnectorBase):
 
     def __init__(self, config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(config, role, kv_cache_config)
-        self.finished = set()
         self.sent: set[str] = set()
         self.caches: Mapping[str, torch.Tensor] = {}
 

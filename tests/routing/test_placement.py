@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.connector.spans import RecentSpans
+from kvferry.router.choice import placement
 from kvferry.router.choice.estimates import WEIGHT, Line, Rate, chance_of_more
 from kvferry.router.choice.fleet import Fleet, Progress
 from kvferry.router.choice.placement import Ask, Choice, Limits, NodeLoad, Work, choose
@@ -210,20 +211,22 @@ def test_limits_that_no_node_or_every_node_keeps_do_not_matter(seconds: float) -
     assert chosen(Ask(300, 8), loads, Limits(seconds, seconds)).prefill is other
 
 
-@pytest.mark.parametrize(
-    ("modes", "is_local"), [({"may_hand_over": False}, True), ({"may_be_local": False}, False)]
-)
-def test_a_mode_leaves_one_way(modes: dict[str, bool], is_local: bool) -> None:
+def test_a_mode_leaves_one_way() -> None:
     loads = nodes(2)
-    assert chosen(Ask(100, 10), loads, **modes).is_local is is_local
+    assert chosen(Ask(100, 10), loads, may_hand_over=False).is_local
+    assert not chosen(Ask(100, 10), loads, may_be_local=False).is_local
     assert choose(Ask(100), loads[:1], loads[:1], handover, NO_LIMITS, may_be_local=False) is None
 
 
-def test_fixed_roles_are_a_restriction_of_the_choice() -> None:
-    prefill, decode = nodes(2)
-    choice = choose(Ask(100), [prefill], [decode], handover, NO_LIMITS)
-    assert choice is not None
-    assert (choice.prefill, choice.decode) == (prefill, decode)
+def test_a_node_for_prompts_alone_has_them_beside_kept_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, kept, other, third = nodes(4)
+    choice = choose(Ask(100), [alone], [kept], handover, NO_LIMITS)
+    assert (choice and (choice.prefill, choice.decode)) == (alone, kept)
+    monkeypatch.setattr(placement, "keep_for_prompts", lambda nodes, num: {kept})
+    for load in (kept, other, third):
+        compute(load, 4000)
+    choice = choose(Ask(1000, 64), [alone, kept, other, third], [kept, other, third], handover, NO_LIMITS)
+    assert (choice and choice.prefill) is alone
 
 
 def test_a_choice_says_what_the_other_way_would_cost() -> None:
