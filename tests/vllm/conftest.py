@@ -242,15 +242,17 @@ def start_module_pair(pair_of: Callable[..., AbstractContextManager[Pair]]) -> I
 
 
 @pytest.fixture(scope="session")
-def pair_over(pair_of: Callable[..., AbstractContextManager[Pair]]) -> Iterator[Callable[[str], Pair]]:
-    """(transport) → two identical nodes that run until the end of the session."""
-    with ExitStack() as stack:
-        yield cache(lambda transport: stack.enter_context(pair_of(extra={"transport": transport})))
+def shm_pair(pair_of: Callable[..., AbstractContextManager[Pair]]) -> Iterator[Pair]:
+    """Two identical nodes that run until the end of the session."""
+    with pair_of(extra={"transport": "shm"}) as pair:
+        yield pair
 
 
-@pytest.fixture(scope="session")
-def shm_pair(pair_over: Callable[[str], Pair]) -> Pair:
-    return pair_over("shm")
+@pytest.fixture(scope="module")
+def pair_over(start_module_pair: Callable[..., Pair], shm_pair: Pair) -> Callable[[str], Pair]:
+    """(transport) → two identical nodes. Those over another one than `shm` end with the module."""
+    start = cache(lambda transport: start_module_pair(extra={"transport": transport}))
+    return lambda transport: shm_pair if transport == "shm" else start(transport)
 
 
 @pytest.fixture(scope="session")
@@ -336,7 +338,7 @@ class SlowPair:
     places: Mapping[str, Path]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # they have 8 GB, which later tests need
 def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowPair]:
     from tests.support.slow_vllm_connector import FOLDER_VARIABLE
 
@@ -371,10 +373,11 @@ def _is_at_rest(status: Answer) -> bool:
 
 
 @pytest.fixture(params=["fail", "recompute"])
-def policy(request: pytest.FixtureRequest, pair: Pair) -> str:
+def policy(request: pytest.FixtureRequest, pair: Pair) -> Iterator[str]:
     """The decode node's policy for a request whose load fails."""
     pair.decode.order("policy", policy=request.param)
-    return request.param
+    yield request.param
+    pair.decode.order("policy", policy="fail")
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,6 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
 
 def test_a_load_moves_a_quarter_of_the_bytes(pair, shm_pair, prompt):
     """Of those of the same model with a cache of 32-bit floats."""
-
     tokens = prompt(320)
     shm_pair.decode.order("forget")
 

@@ -16,7 +16,7 @@ BYTES_PER_BLOCK = 3 * 2 * 2 * 32 * 4 * 32
 
 
 @pytest.fixture(
-    scope="session",
+    scope="module",
     params=[
         "shm",
         pytest.param("zeromq", marks=pytest.mark.slow),

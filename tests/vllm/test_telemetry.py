@@ -26,7 +26,7 @@ FIGURES = (
 
 
 @pytest.fixture(
-    scope="session",
+    scope="module",
     params=[
         "shm",
         pytest.param("zeromq", marks=pytest.mark.slow),
@@ -37,7 +37,7 @@ def transport(request):
     return request.param
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running_pair(pair_over, transport):
     return pair_over(transport)
 
