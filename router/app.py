@@ -102,34 +102,30 @@ class Router:
         admin_keys: ApiKeys | None = None,
         receipts: Receipts = "asked",
     ) -> None:
-        self._prefill_pool = prefill_pool
-        self._decode_pool = decode_pool
         self._check_times_s = check_interval_s, check_timeout_s
         self._node_access = node_access or NodeAccess()
         self._passes_keys_on = passes_keys_on
         self._sources = sources
-        self._admin_keys = admin_keys
         self._gives_receipts = receipts
-        self._handoffs = Handoffs()
         self._recent = RecentRequests()
         self._spans = RecentSpans()
         self._admin_port: int | None = None
-        fleet = self._fleet = Fleet(placement, limits or Limits(), time.monotonic)
+        handoffs, fleet = Handoffs(), Fleet(placement, limits or Limits(), time.monotonic)
         self._follower = EventFollower(fleet.prefixes, follow)
         for pool in (prefill_pool, decode_pool):
-            pool.on_forgotten = self._handoffs.forget
+            pool.on_forgotten = handoffs.forget
             pool.on_ended = self._process_ended
-            pool.on_occupancy = self._fleet.note_all
-        self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
+            pool.on_occupancy = fleet.note_all
+        self._metrics = RouterMetrics(lambda: self._nodes, handoffs)
         self._metrics.followed_nodes.set_function(lambda: self._follower.num_followed)
         services = self._services = Services(
-            *(prefill_pool, decode_pool, self._handoffs, options or Options()),
+            *(prefill_pool, decode_pool, handoffs, options or Options()),
             *(answer_timeout_s, decode_alone, fleet),
         )
         self._one_node = OneNode(services, passes_keys_on=passes_keys_on)
         self._models = Models(services, self._one_node)
         # Made here and not with the routes, so that all processes of the router are one run for the page.
-        self._page = Page(self._page_state, self._explain, self._admin_keys)
+        self._page = Page(self._page_state, self._explain, admin_keys)
         self._siblings: Siblings | None = None
         self._ask_others: AskOthers = no_others
         self._is_draining = False  # says `/ready`
@@ -138,7 +134,7 @@ class Router:
 
     @property
     def _nodes(self) -> tuple[UpstreamNode, ...]:
-        return self._prefill_pool.nodes + self._decode_pool.nodes
+        return self._services.prefill_pool.nodes + self._services.decode_pool.nodes
 
     def application(self) -> web.Application:
         """Return the routes for aiohttp."""
@@ -189,7 +185,7 @@ class Router:
             if self._siblings is not None:
                 self._siblings.tell("node", role, url, is_named)
 
-        nodes = node_routes(self._prefill_pool, self._decode_pool, report, on_named)
+        nodes = node_routes(self._services.prefill_pool, self._services.decode_pool, report, on_named)
         spans = span_routes(self._spans, "router", ask_others=self._ask_others)
         return admin_application([web.post("/admin/drain", drain), *spans, *nodes])
 
@@ -197,8 +193,9 @@ class Router:
         """Share what this process knows with the others of its router, and show theirs with its own."""
         self._siblings, self._ask_others = siblings, siblings.ask
         self._recent.number_from(siblings.seat.number)
-        pools: dict[Role, NodePool] = {"prefill": self._prefill_pool, "decode": self._decode_pool}
-        share_knowledge(siblings, self._fleet, self._services.sessions, pools)
+        services = self._services
+        pools: dict[Role, NodePool] = {"prefill": services.prefill_pool, "decode": services.decode_pool}
+        share_knowledge(siblings, services.fleet, services.sessions, pools)
         siblings.answer("metrics", lambda _: self._kept_metrics(siblings))
         siblings.answer("nodes", lambda _: self.report()["nodes"])
         siblings.answer("health", lambda _: self._own_health())
@@ -245,30 +242,30 @@ class Router:
     def stop(self) -> None:
         """End the requests in flight; each client receives an error."""
         self._is_draining = self._refuses = True
-        for pool in (self._prefill_pool, self._decode_pool):
+        for pool in (self._services.prefill_pool, self._services.decode_pool):
             pool.close()
 
     def _process_ended(self, url: str) -> None:
-        self._fleet.forget(url)
+        self._services.fleet.forget(url)
         self._follower.restart(url)
 
     @property
     def _has_pair(self) -> bool:
-        return self._prefill_pool.has_ready_node and self._decode_pool.has_ready_node
+        return self._services.prefill_pool.has_ready_node and self._services.decode_pool.has_ready_node
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
         access = self._node_access
         async with node_session(access, (access.present, self._verify_by_name, refuse_no_answers)) as session:
             self._services.session = session
             calls = self._services.calls = NodeCalls(access, self._server_name)
-            pools = self._prefill_pool, self._decode_pool
+            pools = self._services.prefill_pool, self._services.decode_pool
             async with contextlib.AsyncExitStack() as stack:
                 for pool in pools:
                     await stack.enter_async_context(pool.watching(session, *self._check_times_s))
                 looking = [asyncio.create_task(source.run(self.contribute)) for source in self._sources]
                 looking.append(asyncio.create_task(self._follower.run(lambda: self._nodes)))
                 yield
-                await self._handoffs.close()
+                await self._services.handoffs.close()
                 for task in looking:
                     task.cancel()
                 await asyncio.gather(*looking, return_exceptions=True)
@@ -278,7 +275,7 @@ class Router:
 
     def pool_of(self, role: Role) -> NodePool:
         """Return the nodes of a role."""
-        return self._prefill_pool if role == "prefill" else self._decode_pool
+        return self._services.prefill_pool if role == "prefill" else self._services.decode_pool
 
     def contribute(self, source: str, nodes: Mapping[Role, Collection[str]]) -> None:
         """Replace what a source contributes to the roles in `nodes`."""
@@ -298,7 +295,7 @@ class Router:
 
     def _server_name(self, url: str) -> str:
         # A node with both roles may have been found by its name for one of them only.
-        return self._prefill_pool.server_name(url) or self._decode_pool.server_name(url)
+        return self._services.prefill_pool.server_name(url) or self._services.decode_pool.server_name(url)
 
     async def _nodes_seen(self, request: web.Request) -> web.Response:
         return web.json_response(await self._merged_report())
@@ -309,7 +306,7 @@ class Router:
 
     def report(self) -> dict[str, Any]:
         """Return the router's view of its nodes, as `GET /nodes` shows it."""
-        fleet = self._fleet
+        fleet = self._services.fleet
         return {
             "nodes": [
                 {
@@ -317,7 +314,7 @@ class Router:
                     "cached_blocks": fleet.prefixes.num_blocks(node["url"]),
                     "kept_for_prompts": fleet.load(node["url"]).is_kept,
                 }
-                for node in (*self._prefill_pool.report(), *self._decode_pool.report())
+                for node in (*self._services.prefill_pool.report(), *self._services.decode_pool.report())
             ],
             "sources": [source.report() for source in self._sources],
         }
@@ -344,7 +341,7 @@ class Router:
         # The router is alive, also without nodes: a restart would help none of them.
         # `kvferry explain` asks for spans at this port.
         admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
-        return {"status": status, "nodes": nodes, "handoffs": self._handoffs.report(), **admin}
+        return {"status": status, "nodes": nodes, "handoffs": self._services.handoffs.report(), **admin}
 
     async def _ready(self, request: web.Request) -> web.Response:
         status, is_ready = self._status()
@@ -359,9 +356,9 @@ class Router:
             return "draining", False
         refused = [node for node in self._nodes if node.state is NodeState.REFUSED]
         problems = [f"{node.role} node {node.url} is refused: {node.why}" for node in refused]
-        problems += self._handoffs.problems()
+        problems += self._services.handoffs.problems()
         if not self._has_pair:
-            if self._prefill_pool.has_ready_node or not self._services.can_decode_alone({}, {}):
+            if self._services.prefill_pool.has_ready_node or not self._services.can_decode_alone({}, {}):
                 return "no healthy pair of nodes", False
             problems.append("no prefill node is ready: decode nodes compute prompts themselves")
         return ", but ".join(filter(None, ("ok", "; ".join(problems)))), True

@@ -321,9 +321,7 @@ class StitchedBeginning(Beginning):
     _later_ids: list[int] = field(default_factory=list)  # of the present server, after `token_ids`
     _later_text: str = ""  # theirs
     _sent_text: str = ""  # that the client has after that of `token_ids`
-    _whole_ids: set[int] = field(
-        default_factory=set
-    )  # each came alone after a whole character, and ended one
+    _whole_ids: set[int] = field(default_factory=set)  # each came alone after a whole character, ending one
 
     @property
     def num_tokens(self) -> int:

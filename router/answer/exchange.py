@@ -60,7 +60,7 @@ MAX_TAIL_EVENTS, MAX_TAIL_EVENT_BYTES = 16, 16 << 10
 #: The fields that all events of a stream share.
 _HEAD = ("id", "object", "created", "model")
 #: What another node needs to go on with an answer is read when it is needed. This much of it waits for that.
-MAX_BEHIND_BYTES = 64 << 10
+MAX_UNREAD_BYTES = 64 << 10
 _REPORTS = (b'"metrics"', b'"usage"', b'"error"')
 
 
@@ -270,15 +270,59 @@ Actions = list[Action]
 
 @dataclass(slots=True)
 class _Load:
-    """What became of one offer.
+    """What became of the present offer.
 
     Attributes:
+        offer: None: there is none.
         result: None while the offer is open.
         error: Why the load failed; empty if it is not said to have.
     """
 
+    offer: Offer | None
     result: Result | None = None
     error: str = ""
+
+
+class Sent:
+    """What the client has been sent of a stream: for its end, and for another node that goes on.
+
+    Attributes:
+        is_complete: The end, so that the client may leave.
+        tail: The last events with a report of the node: figures, or an error.
+        last: Events with a part of the answer.
+        followed: `beginning`, which has not read all of it yet.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
+        self.last = b""
+        self.followed: Beginning | None = None
+        self._unread: deque[bytes] = deque()  # by `followed`
+        self._num_unread = 0  # bytes
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """The answer so far, if another node could go on with it. Every further decode node must do that."""
+        self._read(0)
+        return self.followed
+
+    def follow(self, chunk: bytes) -> None:
+        """Keep events for `beginning`."""
+        if self.followed is not None:
+            self._unread.append(chunk)
+            self._num_unread += len(chunk)
+            self._read(MAX_UNREAD_BYTES)
+
+    def _read(self, max_bytes: int) -> None:
+        """Let the beginning read what was kept, the oldest first, until this much is left."""
+        while self._num_unread > max_bytes:
+            chunk = self._unread.popleft()
+            self._num_unread -= len(chunk)
+            assert self.followed is not None, "it was there when this came"
+            for event in events_of(chunk):
+                _, token_ids = take_token_ids(event, keep=True)
+                self.followed.add(token_ids, event)
 
 
 class Exchange:
@@ -293,16 +337,11 @@ class Exchange:
     Attributes:
         tried_prefill, tried_decode: The nodes that were asked. Those that failed are not asked again.
         may_ask_both: Both nodes may be asked at once. False after that has failed.
-        offer: Of the present attempt; None: there is none.
-        decode: The decode node that was asked last.
-        beginning: What the client has of a stream, if another node could go on with it. Every further decode
-            node must do that.
+        offer, decode: Of the present attempt, and the decode node that was asked last. None: there is none.
         moved_from: The node that has stopped the answer last, so that another one goes on with it. It is the
             last resort, because it still has the cache. None: no node has.
         failure: What ended the answer. None if nothing did.
         lost: Why each node was lost that had the request then, of both roles and over all attempts.
-        is_complete: The client has been sent the end of a stream, so that it may leave.
-        tail: The last events of the stream with a report of the node: figures, or an error.
         bill: The counts of tokens that the client is told.
     """
 
@@ -320,36 +359,24 @@ class Exchange:
         self.state = State.QUEUED
         self.may_ask_both = True
         self.is_alone = False
-        self.offer: Offer | None = None
         self.decode: UpstreamNode | None = None
-        self._beginning: Beginning | None = None
-        self._behind: deque[bytes] = deque()  # what `_beginning` has not read yet
-        self._num_behind = 0  # bytes
         self.moved_from: UpstreamNode | None = None
         self.failure: ApiError | None = None
         self.lost: list[Exception] = []
-        self.is_complete = False
-        self.tail: deque[Event] = deque(maxlen=MAX_TAIL_EVENTS)
+        self.sent = Sent()
         self.dialect = dialect_of(path)
         self.bill = Bill(self.dialect)
         self._explain = explain
         self._plain = PlainBytes(self.dialect.last_events, hides_ids=not self._shows_ids)
         self._heard = self._new_heard()  # from the present decode node
-        self._last = b""  # events that the client has with a part of the answer
-        self._load = _Load()  # of the present offer
+        self._load = _Load(None)
 
     def __repr__(self) -> str:
         return f"<exchange {self.request_id!r}: {self.state.value}>"
 
     @property
-    def beginning(self) -> Beginning | None:
-        """What the client has; see above."""
-        self._read_behind(0)
-        return self._beginning
-
-    @beginning.setter
-    def beginning(self, beginning: Beginning | None) -> None:
-        self._beginning = beginning
+    def offer(self) -> Offer | None:
+        return self._load.offer
 
     @property
     def request_id(self) -> str:
@@ -398,7 +425,7 @@ class Exchange:
             offer: That the prefill node is to make, in a rendezvous. None: a prefill node is asked first.
             decode: That is to claim it.
         """
-        self.offer, self.decode, self._load = offer, None, _Load()
+        self.decode, self._load = None, _Load(offer)
         self.tried_prefill = {}
         self.is_alone = False
         self.bill.begins("prefill")
@@ -412,11 +439,11 @@ class Exchange:
 
     def placed_at(self, node: UpstreamNode) -> Actions:
         """Let the node that answers compute the prompt as well."""
-        self.offer, self._load = None, _Load()
+        self._load = _Load(None)
         self.is_alone = True
         self.bill.begins("alone")
-        self._move(State.DECODING if self.beginning is None else State.CONTINUING)
-        return [self._ask_decode(node, None, self.beginning)]
+        self._move(State.DECODING if self.sent.beginning is None else State.CONTINUING)
+        return [self._ask_decode(node, None, self.sent.beginning)]
 
     def _ask_decode(
         self, node: UpstreamNode, params: Mapping[str, Any] | None, after: Beginning | None
@@ -430,7 +457,7 @@ class Exchange:
         """Go on with a prompt that is computed. The offer is None if the node made none."""
         if self.state is not State.PREFILLING:
             return []  # the decode node was asked before, or nothing needs it any more
-        self.offer = offer
+        self._load.offer = offer
         return [ChooseDecode()] if offer is None else [Opened(offer), ChooseDecode()]
 
     def prefill_lost(self, error: Exception, *, is_lost: bool = False) -> Actions:
@@ -476,9 +503,9 @@ class Exchange:
 
     def decode_chosen(self, node: UpstreamNode) -> Actions:
         """Ask a decode node, which goes on after what the client has."""
-        self._move(State.DECODING if self.beginning is None else State.CONTINUING)
+        self._move(State.DECODING if self.sent.beginning is None else State.CONTINUING)
         params = None if self.offer is None else self.offer.params
-        return [self._ask_decode(node, params, self.beginning)]
+        return [self._ask_decode(node, params, self.sent.beginning)]
 
     def no_decode_node(self, error: ApiError) -> Actions:
         """End: no decode node can take the request. One that has stopped the answer may take it back."""
@@ -505,7 +532,7 @@ class Exchange:
         """
         self._load.error = self._load.error or begun.error
         objection = begun.objection
-        if self.beginning is None:
+        if self.sent.beginning is None:
             objection = objection or self._objection_to(begun.events)
         elif begun.status != 200 or not begun.is_stream:
             objection = _not_continued(begun)
@@ -518,7 +545,7 @@ class Exchange:
             begun.result if begun.result in ("loaded", "failed", "none") else "unsaid",
             adds_loads=begun.adds_loads,
             computes_again=begun.computes_again,
-            is_continued=self.beginning is not None,
+            is_continued=self.sent.beginning is not None,
         )
         if self.state is State.RENDEZVOUS:
             self._move(State.DECODING)
@@ -532,11 +559,11 @@ class Exchange:
         if not begun.is_stream:
             headers.setdefault("Content-Type", "application/json")
             return [*actions, *self._end(SendWhole(begun.status, headers, begun.payload, begun.content))]
-        if self.beginning is not None:
-            self._heard.change = self.beginning.continued()  # before its first event is passed on
+        if self.sent.beginning is not None:
+            self._heard.change = self.sent.beginning.continued()  # before its first event is passed on
         else:
             actions.append(Begin(begun.status, {**headers, "Cache-Control": "no-cache"}))
-            self.beginning = begun.beginning
+            self.sent.followed = begun.beginning
         return actions + self.events_arrived(begun.events)
 
     def events_arrived(self, events: Iterable[Event]) -> Actions:
@@ -546,7 +573,7 @@ class Exchange:
         for event in events:
             if why := self._heard.objection(event) or self._error_to_move_for(event):
                 return [*self._sent(sent), *self._broke_off(why, is_lost=says_engine_ended(event.content))]
-            if self._beginning is not None:
+            if self.sent.followed is not None:
                 self.bill.heard(event)
                 if (stop := stop_of(event)) is not None:
                     event = stop.event
@@ -556,8 +583,7 @@ class Exchange:
             except OtherTokenError:
                 # The node did not choose its last tokens once more, so nothing true can follow them.
                 return self._fail(_lost("another node chose other tokens", "in the middle"))
-            if self._beginning is not None:
-                self._note_behind(event.raw)
+            self.sent.follow(event.raw)
             self._heard.add(event)
             if self._heard.has_said:
                 self._forgive()
@@ -589,34 +615,18 @@ class Exchange:
             return None
         if b'"finish_reason"' in chunk:
             heard.names_reasons = True
-            self._last = chunk
-        if self._beginning is not None:
-            self._note_behind(chunk)
+            self.sent.last = chunk
+        self.sent.follow(chunk)
         return passed
-
-    def _note_behind(self, chunk: bytes) -> None:
-        self._behind.append(chunk)
-        self._num_behind += len(chunk)
-        self._read_behind(MAX_BEHIND_BYTES)
-
-    def _read_behind(self, max_bytes: int) -> None:
-        """Let the beginning read what was passed on, the oldest first, until this much is left."""
-        while self._num_behind > max_bytes:
-            chunk = self._behind.popleft()
-            self._num_behind -= len(chunk)
-            assert self._beginning is not None, "it was there when this came"
-            for event in events_of(chunk):
-                _, token_ids = take_token_ids(event, keep=True)
-                self._beginning.add(token_ids, event)
 
     def _sent(self, events: Sequence[Event]) -> Actions:
         for event in events:
             is_short = len(event.raw) <= MAX_TAIL_EVENT_BYTES or event.name in self.dialect.last_events
             if is_short and any(word in event.raw for word in _REPORTS):
-                self.tail.append(event)
+                self.sent.tail.append(event)
             if b'"finish_reason"' in event.raw:
-                self._last = event.raw
-            self.is_complete = self.is_complete or self._heard.is_last(event)
+                self.sent.last = event.raw
+            self.sent.is_complete = self.sent.is_complete or self._heard.is_last(event)
         return [Send(events)] if events else []
 
     def _objection_to(self, events: Sequence[Event]) -> str:
@@ -637,7 +647,7 @@ class Exchange:
         well.
         """
         is_error = b'"error"' in event.raw and "error" in event.content
-        if not is_error or self._beginning is None or not (self._heard.has_said or self._goes_on):
+        if not is_error or self.sent.followed is None or not (self._heard.has_said or self._goes_on):
             return ""
         return error_in(event.content) or "the node ended it with an error"
 
@@ -647,18 +657,19 @@ class Exchange:
         It loads the cache, if it is told all of its tokens.
         """
         assert self.decode is not None, "it has answered"
-        assert self.beginning is not None, "it can go on elsewhere"
+        assert self.sent.beginning is not None, "it can go on elsewhere"
         self.moved_from, self.may_ask_both = self.decode, False
         note = Note("answer stopped")
-        if stop.params is None or not self.beginning.is_told_whole:
+        if stop.params is None or not self.sent.beginning.is_told_whole:
             unused = [] if stop.params is None else [Release(Offer(self.decode, stop.params))]
             return [*unused, *self._again(note)]
         ends = self._drop()
         self.bill.begins("moved")
-        self.offer, self._load = Offer(self.decode, stop.params), _Load()
+        offer = Offer(self.decode, stop.params)
+        self._load = _Load(offer)
         self.is_alone = False
         self._move(State.MOVING)
-        return [note, *ends, Opened(self.offer), ChooseDecode()]
+        return [note, *ends, Opened(offer), ChooseDecode()]
 
     def decode_broke(self, error: ApiError, *, is_lost: bool = False) -> Actions:
         """Let another node go on with an answer whose node was lost in the middle; end it if none can.
@@ -668,7 +679,7 @@ class Exchange:
         """
         if self._heard.is_over:
             return self._end_of_lost(error)
-        if self.beginning is None:
+        if self.sent.beginning is None:
             return self._fail(error)
         if self._is_one_too_many(error, is_lost):
             return self._give_up(Note("decode lost", error))
@@ -701,15 +712,15 @@ class Exchange:
         """End an answer whose node was lost after the last token, with the counts that the client
         waits for.
         """
-        rest = [] if self.is_complete else [DONE]
+        rest = [] if self.sent.is_complete else [DONE]
         if rest and self._wants_usage and not self._heard.has_usage:
-            usage = None if self.beginning is None else self.beginning.usage()
-            if usage is None or not self._last:
+            usage = None if self.sent.beginning is None else self.sent.beginning.usage()
+            if usage is None or not self.sent.last:
                 return self._fail(error)
-            head = {key: each for key, each in events_of(self._last)[0].content.items() if key in _HEAD}
+            head = {key: each for key, each in events_of(self.sent.last)[0].content.items() if key in _HEAD}
             rest = [Event.of({**head, "choices": [], "usage": usage}), DONE]
         sent = self._sent(rest)
-        return [*self._read_errors(self.tail), *sent, *self._end(End())]
+        return [*self._read_errors(self.sent.tail), *sent, *self._end(End())]
 
     @property
     def _wants_usage(self) -> bool:
@@ -727,7 +738,7 @@ class Exchange:
         """End for a client that waits no longer. It may leave as soon as it has read the end of a stream."""
         if self.state is State.ENDED:
             return []
-        actions = [*(self._read_errors(self.tail) if self.is_complete else []), *self._drop()]
+        actions = [*(self._read_errors(self.sent.tail) if self.sent.is_complete else []), *self._drop()]
         self._move(State.ENDED)
         return actions
 
@@ -812,7 +823,7 @@ class Exchange:
     # -- the client ----------------------------------------------------------------------------------
 
     def _in_the_middle(self, error: ApiError) -> ApiError:
-        if self.beginning is None:
+        if self.sent.beginning is None:
             return error
         return ApiError(502, f"the answer was lost in the middle: {error}", kind="server_error")
 

@@ -166,8 +166,7 @@ class Performance:
         self._open: list[Offer] = []  # offers that were opened, and not settled yet
         self._stream: Stream | None = None
         self._last_sent = b""  # whole events
-        self._whole: web.Response | None = None
-        self._refusal: ApiError | None = None
+        self._reply: web.Response | ApiError | None = None  # in place of a stream
 
     async def run(self) -> web.StreamResponse:
         """Answer the request.
@@ -199,9 +198,9 @@ class Performance:
             # What is waited for ends all the same: it was cancelled before, and a second time could break off
             # how it ends.
             await asyncio.shield(asyncio.gather(*self._closing, return_exceptions=True))
-        if self._refusal is not None:
-            raise self._refusal
-        response = self._stream if self._whole is None else self._whole
+        if isinstance(self._reply, ApiError):
+            raise self._reply
+        response = self._stream if self._reply is None else self._reply
         assert response is not None, "an exchange ends with an answer or an error"
         self._observer.ended(response.status, exchange.failure)
         return response
@@ -213,18 +212,17 @@ class Performance:
 
     def _close(self) -> None:
         """End everything, without waiting: a task that is cancelled before its first step never runs."""
-        for offer in tuple(
-            self._open
-        ):  # of an exchange that has failed before it could say what becomes of them
+        # Of an exchange that has failed before it could say what becomes of them.
+        for offer in tuple(self._open):
             self._note_all([does.Settled(offer, self._exchange.decode, "unanswered"), does.Release(offer)])
         self._end("prefill")
         self._end("decode")
         self._end_mover()
         self._progress.ended()
         self._observer.left_out(self._exchange.bill.num_left_out)
-        if self._exchange.is_complete or self._whole is not None:
-            status = 200 if self._whole is None else self._whole.status
-            self._observer.ended(status)
+        whole = self._reply if isinstance(self._reply, web.Response) else None
+        if self._exchange.sent.is_complete or whole is not None:
+            self._observer.ended(200 if whole is None else whole.status)
         self._observer.closed()
 
     async def _follow(self, actions: Actions) -> None:
@@ -311,7 +309,7 @@ class Performance:
                     bill = self._exchange.bill
                     await self._await_counts(is_needed=bill.is_waiting and b'"usage"' in payload)
                     payload = await self._with_receipt(bill.whole(payload, content))
-                self._whole = web.Response(
+                self._reply = web.Response(
                     body=payload, status=status, headers={**headers, **self._placement()}
                 )
             case does.End():
@@ -329,8 +327,8 @@ class Performance:
             self._progress.answer_ended()
         if role == "decode" and (answered := self._call) is not None:
             self._answer = self._call = None
-            if self._exchange.is_complete:
-                self._observer.decode_reported(self._exchange.tail)
+            if self._exchange.sent.is_complete:
+                self._observer.decode_reported(self._exchange.sent.tail)
             answered.close()
 
     def _gave_up(self, node: UpstreamNode, reason: str) -> None:
@@ -435,7 +433,7 @@ class Performance:
         return await self._without_decode() if pair is None else exchange.decode_chosen(pair[1])
 
     def _may_decode(self, node: UpstreamNode) -> bool:
-        beginning = self._exchange.beginning
+        beginning = self._exchange.sent.beginning
         return beginning is None or beginning.can_continue_at(node.abilities)
 
     def _last_resort(self) -> UpstreamNode | None:
@@ -565,7 +563,7 @@ class Performance:
         actions = exchange.decode_answered(begun)
         if not answer.is_stream and exchange.state is does.State.ENDED:
             node.note_answered()
-        if answer.is_stream and exchange.beginning is not None:
+        if answer.is_stream and exchange.sent.beginning is not None:
             self._mover = asyncio.create_task(self._move_away(node, answer, move_as))
         return actions
 
@@ -603,7 +601,7 @@ class Performance:
         except NodeGoneError as error:
             exchange.tried_decode[node] = error
             # A health check takes time, in which another node could go on with the answer.
-            why = str(error) if exchange.beginning is not None else await error.explained()
+            why = str(error) if exchange.sent.beginning is not None else await error.explained()
             lost = f"the answer was lost in the middle: {why}"
             return exchange.decode_broke(ApiError(502, lost, kind="server_error"), is_lost=error.is_lost)
         if events is not None:
@@ -677,7 +675,7 @@ class Performance:
         bill = self._exchange.bill
         await self._await_counts(is_needed=any(map(bill.awaits_prefill, events)))
         events = [bill.event(event) for event in events]
-        if self._exchange.is_complete:
+        if self._exchange.sent.is_complete:
             events[-1:-1] = await self._receipt_event()  # clients read no further than the last event
         await self._write(events)
 
@@ -687,7 +685,7 @@ class Performance:
             return {}
         self._receipt = None
         # Before the figures are read: the actions that end the request report the tail only later.
-        self._observer.decode_reported(self._exchange.tail)
+        self._observer.decode_reported(self._exchange.sent.tail)
         return {RECEIPTS: [await receipt()]}
 
     async def _with_receipt(self, payload: bytes) -> bytes:
@@ -711,7 +709,7 @@ class Performance:
         assert self._stream is not None, "begun before"
         await self._stream.write(b"".join(event.raw for event in events))
         self._last_sent = events[-1].raw
-        if self._exchange.is_complete:
+        if self._exchange.sent.is_complete:
             note_answered(self._request, self._stream.status)
 
     async def _finish(self) -> None:
@@ -721,7 +719,7 @@ class Performance:
     async def _fail(self, error: ApiError) -> None:
         self._observer.fails(error)
         if self._stream is None:
-            self._refusal = error
+            self._reply = error
         else:
             await send_error(self._request, self._stream, error, self._last_sent)
 

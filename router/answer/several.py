@@ -158,9 +158,8 @@ class MergedAnswer:
 
     async def _send(self, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
         if self._stream is None:
-            async with (
-                self._beginning
-            ):  # the parts run at the same time, and only one of them may begin the stream
+            # The parts run at the same time, and only one of them may begin the stream.
+            async with self._beginning:
                 if self._stream is None:
                     named = {**(headers or {}), **self._headers, "Cache-Control": "no-cache"}
                     stream = Stream(headers=named)
@@ -189,7 +188,7 @@ class Part(Performance):
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self._headers = headers
-        self._whole = web.Response()  # of a stream, the parts are all that there is
+        self._reply = web.Response()  # of a stream, the parts are all that there is
 
     async def _write(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -199,7 +198,7 @@ class Part(Performance):
         return
 
     async def _fail(self, error: ApiError) -> None:
-        self._refusal = error
+        self._reply = error
 
 
 def _common(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

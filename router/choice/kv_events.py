@@ -365,9 +365,8 @@ class EventFollower:
                     continue
                 if number > expected and not is_first:
                     expected = replayed = await self._replay(url, publisher, expected)
-                    await asyncio.sleep(
-                        LOOK_S
-                    )  # a node whose numbers are always wrong must not keep the router busy
+                    # A node whose numbers are always wrong must not keep the router busy.
+                    await asyncio.sleep(LOOK_S)
                     if number < replayed:
                         continue
                 if number != expected and not is_first:

@@ -146,10 +146,8 @@ def _shown(text: object) -> str:
 def _parts(text: str) -> URL:
     try:
         return URL(text)
-    except (
-        ValueError,
-        IndexError,
-    ):  # yarl looks at the first character of a host that is not there, as in `//@[o]@`
+    except (ValueError, IndexError):
+        # yarl looks at the first character of a host that is not there, as in `//@[o]@`.
         return URL()
 
 

@@ -450,9 +450,8 @@ class RecentRequests:
             record.failed(error.status, str(error))
             raise
         except (asyncio.CancelledError, ConnectionError):
-            if (
-                marked(record.span, "ended_s") is None
-            ):  # a client may disconnect as soon as it has the last byte
+            # A client may disconnect as soon as it has the last byte.
+            if marked(record.span, "ended_s") is None:
                 record.failed(CLIENT_LEFT, "the client left before the answer was complete")
             raise
         finally:
@@ -645,7 +644,7 @@ class Observer:
         exchange = self._exchange
         level, line = _LINES[fact]
         node = "" if exchange.decode is None else exchange.decode.url
-        tokens = 0 if exchange.beginning is None else exchange.beginning.num_tokens
+        tokens = 0 if exchange.sent.beginning is None else exchange.sent.beginning.num_tokens
         logger.log(level, "%s: %s", exchange.request_id, line.format(why=why, node=node, tokens=tokens))
 
     # -- the client ----------------------------------------------------------------------------------

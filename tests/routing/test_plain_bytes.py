@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.router.answer import exchange as does
 from kvferry.router.answer.beginnings import ReferenceBeginning, StitchedBeginning
-from kvferry.router.answer.exchange import MAX_BEHIND_BYTES, Actions, Begun, Exchange
+from kvferry.router.answer.exchange import MAX_UNREAD_BYTES, Actions, Begun, Exchange
 from kvferry.router.answer.plain import PlainBytes
 from kvferry.router.http.endpoints import CHATS, COMPLETIONS, MESSAGES
 from kvferry.router.http.sse import DONE, Event
@@ -111,8 +111,8 @@ def test_it_makes_no_difference_whether_bytes_are_passed_on(path: str, kind: str
         one, other = (begun(path, body, first, kind) for _ in range(2))
         expected = played(*one, chunks, may_pass=False)
         assert played(*other, chunks, may_pass=True) == expected, seed
-        for name in ("state", "is_complete", "beginning"):
-            assert getattr(one[0], name) == getattr(other[0], name), (seed, name)
+        found = [(each.state, each.sent.is_complete, each.sent.beginning) for each, *_ in (one, other)]
+        assert found[0] == found[1], seed
         assert vars(one[0]._heard) == vars(other[0]._heard), seed
 
 
@@ -161,12 +161,12 @@ def test_the_last_event_of_an_endpoint_with_named_events_is_looked_at() -> None:
 def test_what_waits_to_be_read_is_bounded() -> None:
     raw = event({"choices": [{"text": "a", "finish_reason": None, "token_ids": [7]}]}, spaces=False)
     exchange, _ = begun(COMPLETIONS, {"stream": True}, raw, "vllm")
-    num = 3 * MAX_BEHIND_BYTES // len(raw)
+    num = 3 * MAX_UNREAD_BYTES // len(raw)
     for _ in range(num):
         assert exchange.passed(raw) is not None
-    assert exchange._num_behind <= MAX_BEHIND_BYTES
-    assert exchange.beginning is not None
-    assert exchange.beginning.num_tokens == num + 1
+    assert exchange.sent._num_unread <= MAX_UNREAD_BYTES
+    assert exchange.sent.beginning is not None
+    assert exchange.sent.beginning.num_tokens == num + 1
 
 
 @pytest.mark.parametrize("hides_ids", [True, False])

@@ -4,7 +4,6 @@ simulator of the whole stack find.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,7 @@ class ReleasesWhatWasLoaded(Exchange):
 
 class RetriesAfterBytesWereSent(Exchange):
     def decode_broke(self, error: ApiError, **known: Any) -> Actions:
-        self.beginning = None
+        self.sent.followed = None
         return self._again(does.Note("decode lost", error))
 
 
@@ -44,9 +43,9 @@ class MovesWithTheFirstEventOnly(Exchange):
     """The tokens that follow the first event are not counted."""
 
     def events_arrived(self, events: Iterable[Event]) -> Actions:
-        before, self.beginning = self.beginning, None
+        before, self.sent.followed = self.sent.beginning, None
         actions = super().events_arrived(events)
-        self.beginning = before
+        self.sent.followed = before
         return actions
 
 
@@ -54,9 +53,9 @@ class ForgetsWhatItPassedOn(Exchange):
     """Bytes that are passed on unread are not kept for another node."""
 
     def passed(self, chunk: bytes) -> tuple[bytes, int] | None:
-        before = tuple(self._behind), self._num_behind
+        self.sent.follow = lambda chunk: None  # type: ignore[method-assign]
         passed = super().passed(chunk)
-        self._behind, self._num_behind = deque(before[0]), before[1]
+        del self.sent.follow
         return passed
 
 
@@ -78,7 +77,7 @@ class BelievesAClosedConnection(Exchange):
     """A stream that ends is taken for a complete one."""
 
     def decode_ended(self) -> Actions:
-        return [*self._read_errors(self.tail), *self._end(does.End())]
+        return [*self._read_errors(self.sent.tail), *self._end(does.End())]
 
 
 class BelievesThatAnAnswerIsWhole(Exchange):
@@ -212,9 +211,9 @@ class LeavesTheStoppedStreamOpen(Exchange):
 
 class LoadsMoreThanItTells(Exchange):
     def _stopped(self, stop: Any) -> Actions:
-        told, self.beginning = self.beginning, Told()  # type: ignore[assignment]
+        told, self.sent.followed = self.sent.beginning, Told()  # type: ignore[assignment]
         actions = super()._stopped(stop)
-        self.beginning = told
+        self.sent.followed = told
         return actions
 
 

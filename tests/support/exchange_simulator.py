@@ -326,7 +326,7 @@ class Schedule:
                 self.promise("one decode at a time", kept=self.decode is None)
                 self.promise(
                     "the second half follows the tokens that the client has",
-                    kept=exchange.beginning is None or after is not None,
+                    kept=exchange.sent.beginning is None or after is not None,
                 )
                 num_received = sum(event.raw in TOKENS for event in self.received)
                 self.promise(
@@ -369,7 +369,7 @@ class Schedule:
                 has_token = any(event.raw in TOKENS for event in self.received)
                 self.promise(
                     "an error after a token moves the answer",
-                    kept=ERROR not in events or not has_token or exchange.beginning is None,
+                    kept=ERROR not in events or not has_token or exchange.sent.beginning is None,
                 )
                 self.received += events
             case does.Begin():
@@ -393,7 +393,7 @@ class Schedule:
         if not untried:
             return self.without_decode()
         if self.setup.may_be_local and self.drawn.chance(0.5):
-            fits: list[Any] = [each for each in untried if exchange.beginning is None or each.abilities]
+            fits: list[Any] = [each for each in untried if exchange.sent.beginning is None or each.abilities]
             if fits:
                 return exchange.placed_at(self.drawn.pick(fits))
         if not (exchange.may_ask_both and self.setup.may_be_at_once):
@@ -406,7 +406,7 @@ class Schedule:
     def choose(self) -> list[Action]:
         exchange = self.exchange
         fits = self.untried()
-        if exchange.beginning is not None:
+        if exchange.sent.beginning is not None:
             fits = [node for node in fits if node.abilities]
         last: Any = exchange.moved_from
         if (
@@ -430,7 +430,7 @@ class Schedule:
         return asked.params is not None and asked.params["n"] in self.stopped
 
     def without_decode(self) -> list[Action]:
-        able = (node for node in self.decodes if node.abilities or self.exchange.beginning is None)
+        able = (node for node in self.decodes if node.abilities or self.exchange.sent.beginning is None)
         if self.lost_decodes.issuperset(able):
             self.may_fail = "every decode node was lost"
         return self.exchange.no_decode_node(ApiError(503, "no decode node", kind="x"))
@@ -524,12 +524,12 @@ class Schedule:
 
     def decode_goes_on(self) -> list[Action]:
         assert self.stream is not None
-        if self.breaks_off and self.exchange.beginning is None:
+        if self.breaks_off and self.exchange.sent.beginning is None:
             self.may_fail = "the node has ended the answer in the middle"
         if not self.stream:
             return self.exchange.decode_ended()
         if self.drawn.fault(self.setup.p_loss / 3):
-            if self.exchange.beginning is None:
+            if self.exchange.sent.beginning is None:
                 self.may_fail = "the answer was lost in the middle"
             error = ApiError(502, "lost in the middle", kind="server_error")
             return self.exchange.decode_broke(error, is_lost=self.loses())
@@ -543,14 +543,14 @@ class Schedule:
         """Draw whether the node stops the answer with the last of these events, for another node to go on
         with.
         """
-        told: Any = self.exchange.beginning
+        told: Any = self.exchange.sent.beginning
         num_sent = sum(b"token_ids" in event.raw for event in events)
         is_last = told is not None and told.num_tokens + num_sent >= NUM_TOKENS
         is_token = b"token_ids" in events[-1].raw
         return told is not None and is_token and not is_last and self.drawn.fault(self.setup.p_stop)
 
     def stopped_at(self, event: Event) -> Event:
-        node, told = self.exchange.decode, self.exchange.beginning
+        node, told = self.exchange.decode, self.exchange.sent.beginning
         self.drains = {node} if self.drawn.chance(0.7) else set()  # type: ignore[arg-type]
         told.is_told_whole = self.drawn.chance(0.8)  # type: ignore[union-attr,misc]
         raw = event.raw.replace(b'"finish_reason": null', b'"finish_reason": "moved"')

@@ -249,7 +249,7 @@ class Client:
             # Its next start is another node, which may be asked.
             exchange.tried_decode.pop(node, None)
         nodes = self.router.nodes("kv_consumer", "kv_both")
-        beginning = exchange.beginning
+        beginning = exchange.sent.beginning
         return [
             node
             for node in nodes
@@ -292,7 +292,7 @@ class Client:
         exchange = self.exchange
         options = self.router.options
         facts = Facts(options, exchange.may_ask_both, prefill, decode)  # type: ignore[arg-type]
-        if way_of(facts) is not Way.AT_ONCE or exchange.beginning is not None:
+        if way_of(facts) is not Way.AT_ONCE or exchange.sent.beginning is not None:
             return None
         params = rendezvous_params(name := self.router.draw_name(), prefill.place)
         return None if params is None else Offer(prefill, params, name)  # type: ignore[arg-type]
@@ -448,7 +448,7 @@ class Client:
         if self._decode is None or self._decode[0] is not node or self.is_over:
             return
         others = [each for each in self._decodes() if each is not node]
-        if self._has_stream and self.exchange.beginning is not None and others:
+        if self._has_stream and self.exchange.sent.beginning is not None and others:
             self._tell(node, {MOVE: self._move_as})
         elif self._has_stream:
             self.router.clock.after(NEXT_LOOK_S, self.move_away, node)
