@@ -146,7 +146,7 @@ def test_only_without_a_prefill_node_the_prompt_is_computed_again(
     fleet.await_ready()
     killed: list[Service] = []
 
-    def kill_its_node() -> None:
+    def kill_its_node(piece: object) -> None:
         if not killed:
             killed.extend(fleet.await_busy())
             killed[0].kill()

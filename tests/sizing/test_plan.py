@@ -77,7 +77,7 @@ def test_twice_the_rate_needs_more_nodes(trace: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "--trace or --measure must be given"),
+        ([], "give --trace or --measure"),
         (["--trace", "/nowhere"], "No such file"),
         (["--trace", "t", "--rate", "0"], "--rate must be a number greater than 0; got 0.0"),
         (["--trace", "t", "--share", "95"], "--share must be greater than 0 and at most 1; got 95.0"),
