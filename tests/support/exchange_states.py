@@ -249,8 +249,8 @@ class _Walk(Walk):
     """One walk over a schedule."""
 
     # Nothing of what an exchange does depends on its bill.
-    # `_plain` only remembers what it need not look at again, and `_last` is one of several equal heads.
-    ignored = frozenset({"drawn", "kind", "name", "setup", "_explain", "bill", "_plain", "_last"})
+    # `_plain` only remembers what it need not look at again, and `last` is one of several equal heads.
+    ignored = frozenset({"drawn", "kind", "name", "setup", "_explain", "bill", "_plain", "last"})
 
     def of(self, value: Any) -> Any:
         kind = type(value)
